@@ -1,0 +1,1 @@
+"""Small trained modules that act on a frozen backbone's residual stream."""
