@@ -1,0 +1,1 @@
+"""The device mesh and the strict rules that place every leaf on it."""

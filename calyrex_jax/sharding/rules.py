@@ -1,0 +1,85 @@
+"""Which axis of which leaf lies on which mesh axis: one strict table, no catch-all.
+
+Both dimensions of a matrix are sharded, never the layer axis: that would gather the whole stack at every layer.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from calyrex_jax.core import trees
+from calyrex_jax.core.errors import UserError
+from calyrex_jax.core.types import Tree
+
+BATCH = P(("data", "fsdp"))
+
+# path of a leaf -> its axes; None replicates
+BACKBONE_RULES = (
+    (r"embed/tokens", P("tensor", "fsdp")),
+    (r"embed/positions", P(None, "fsdp")),
+    (r"layers/(attn_norm|mlp_norm)/(scale|bias)", P()),
+    (r"layers/attn/w_[qkv]", P(None, "fsdp", "tensor", None)),
+    (r"layers/attn/w_o", P(None, "tensor", None, "fsdp")),
+    (r"layers/attn/b_[qkv]", P(None, "tensor", None)),
+    (r"layers/attn/b_o", P()),
+    (r"layers/mlp/w_(gate|up)", P(None, "fsdp", "tensor")),
+    (r"layers/mlp/w_down", P(None, "tensor", "fsdp")),
+    (r"layers/mlp/b_(gate|up)", P(None, "tensor")),
+    (r"layers/mlp/b_down", P()),
+    (r"final_norm/(scale|bias)", P()),
+    (r"head/w", P("tensor", "fsdp")),
+)
+ADAPTER_RULES = (
+    (r"cal/boundary_\d+/(attn_norm|mlp_norm)", P()),
+    (r"cal/boundary_\d+/w_[qkv]", P("fsdp", "tensor", None)),
+    (r"cal/boundary_\d+/w_o", P("tensor", None, "fsdp")),
+    (r"cal/boundary_\d+/w_(gate|up)", P("fsdp", "tensor")),
+    (r"cal/boundary_\d+/w_down", P("tensor", "fsdp")),
+)
+
+
+def specs(tree: Tree, rules, mesh: Mesh) -> Tree:
+    """The PartitionSpec of every leaf.
+
+    Raises UserError where a leaf matches no rule, or where a dimension does not divide by its mesh axes: the message
+    names the leaf, the axis and the remedy. Key/value heads fewer than the tensor axis are replicated instead.
+    """
+
+    def one(path: str, leaf) -> P:
+        found = [spec for pattern, spec in rules if re.fullmatch(pattern, path)]
+        if len(found) != 1:
+            raise ValueError(f"sharding: leaf {path} matches {len(found)} rules, expected exactly 1; add it to rules.py")
+        axes = list(found[0])
+        for dim, axis in enumerate(axes):
+            size = math.prod(mesh.shape[a] for a in ((axis,) if isinstance(axis, str) else axis or ()))
+            if size == 1 or leaf.shape[dim] % size == 0:
+                continue
+            if re.search(r"[wb]_[kv]$", path) and axis == "tensor":
+                axes[dim] = None  # fewer key/value heads than shards: every shard keeps them all
+                continue
+            raise UserError(
+                f"mesh.{axis}={size}: dimension {dim} of {path}, {leaf.shape[dim]}, does not divide by it; "
+                f"choose a mesh.{axis} that divides {leaf.shape[dim]}"
+            )
+        return P(*axes)
+
+    return trees.map_with_path(one, tree)
+
+
+def shardings(tree: Tree, rules, mesh: Mesh) -> Tree:
+    """The NamedSharding of every leaf, by `specs`."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(tree, rules, mesh), is_leaf=lambda s: isinstance(s, P))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, P())
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows over the data and fsdp axes."""
+    return NamedSharding(mesh, BATCH)

@@ -1,0 +1,100 @@
+"""The pure train step: gradients of the trainable subtree alone, one global average, non-finite steps skipped.
+
+    state = init_state(optimizer, adapters)
+    step = jax.jit(make_train_step(model, optimizer), donate_argnums=0)
+    state, metrics = step(state, backbone, batch)
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+
+from calyrex_jax.backbones import decoder
+from calyrex_jax.core.types import Array, Batch, Tree
+from calyrex_jax.model import Model
+from calyrex_jax.training.losses import cross_entropy, shifted
+
+
+@flax.struct.dataclass
+class TrainState:
+    """step int32; trainable {adapter: …} float32; opt_state of the optimiser; skipped int32, non-finite steps in a row."""
+
+    step: Array
+    trainable: Tree
+    opt_state: Tree
+    skipped: Array
+
+
+def init_state(optimizer: optax.GradientTransformation, trainable: Tree) -> TrainState:
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(zero, trainable, optimizer.init(trainable), zero)
+
+
+def loss_sums(model: Model, backbone: Tree, trainable: Tree, batch: Batch, prefix: Array, chunk: int):
+    """Summed cross-entropy over the batch's targets and their number."""
+    x = model.hidden({"backbone": backbone, "adapters": trainable}, batch, prefix)
+    states, labels, weights = shifted(x, batch)
+    return cross_entropy(states, decoder.head_matrix(backbone), labels, weights, chunk)
+
+
+def make_train_step(model: Model, optimizer: optax.GradientTransformation, *, accumulate: int = 1, chunk: int = 128):
+    """`step(state, backbone, batch) -> (state, metrics)`; jit it with `state` donated.
+
+    accumulate  microbatches a step: rows are split evenly; sums of losses and gradients are divided by the global
+                number of targets once, so that short rows weigh no more than long ones
+    chunk       positions through the output head at a time
+    metrics     loss (mean over targets), grad_norm, tokens (real ones), targets, skipped (non-finite steps in a row)
+    """
+
+    def gradients(trainable: Tree, backbone: Tree, batch: Batch):
+        # outside the differentiated function: the layers below the first boundary leave no residuals
+        prefix = model.prefix(backbone, batch) if batch.prefix is None else batch.prefix
+
+        def objective(leaves):
+            return loss_sums(model, backbone, leaves, batch, prefix, chunk)
+
+        (loss, targets), grads = jax.value_and_grad(objective, has_aux=True)(trainable)
+        return loss, targets, grads
+
+    def accumulated(trainable: Tree, backbone: Tree, batch: Batch):
+        if accumulate == 1:
+            return gradients(trainable, backbone, batch)
+        # rows r, r + n, r + 2n … make a microbatch: on a sharded batch every device keeps its own rows
+        split = jax.tree.map(lambda a: jnp.moveaxis(a.reshape(-1, accumulate, *a.shape[1:]), 1, 0), batch)
+        zeros = jax.tree.map(jnp.zeros_like, trainable)
+
+        def body(carry, micro):
+            return jax.tree.map(jnp.add, carry, gradients(trainable, backbone, micro)), None
+
+        start = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), zeros)
+        return jax.lax.scan(body, start, split)[0]
+
+    def step(state: TrainState, backbone: Tree, batch: Batch):
+        loss, targets, grads = accumulated(state.trainable, backbone, batch)
+        scale = 1.0 / jnp.maximum(targets, 1.0)
+        loss, grads = loss * scale, jax.tree.map(lambda g: g * scale, grads)
+        norm = optax.global_norm(grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
+        trainable = optax.apply_updates(state.trainable, updates)
+        # optax.apply_if_finite commits a NaN after its limit; here a non-finite step never touches the state
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)  # noqa: E731
+        state = TrainState(
+            step=state.step + 1,
+            trainable=keep(trainable, state.trainable),
+            opt_state=keep(opt_state, state.opt_state),
+            skipped=jnp.where(finite, 0, state.skipped + 1),
+        )
+        metrics = {
+            "loss": loss,
+            "grad_norm": norm,
+            "tokens": (batch.segments > 0).sum(),
+            "targets": targets,
+            "skipped": state.skipped,
+        }
+        return state, metrics
+
+    return step
