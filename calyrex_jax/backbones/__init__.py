@@ -1,0 +1,1 @@
+"""One decoder for the llama, qwen2, mistral and gpt2 families, described by a frozen spec."""
