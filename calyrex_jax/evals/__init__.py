@@ -1,0 +1,1 @@
+"""Figures with intervals, and the reports that show them."""
