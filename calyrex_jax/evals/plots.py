@@ -1,0 +1,97 @@
+"""The two plots that reports need, as matplotlib figures without pyplot: no display, no state shared with the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from calyrex_jax.evals.report import INK
+from calyrex_jax.evals.stats import Figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Plot
+
+# told apart with every common colour blindness, and on light and dark paper
+COLOURS = ("#8a93a3", "#3a86d0", "#e0861a", "#2c9f7b", "#c2589c", "#8672d6")
+
+
+def new_figure(width: float = 6.2, height: float = 3.2) -> tuple[Plot, Axes]:
+    """An empty figure and its axes, in inches, drawn in the page's own colour."""
+    from matplotlib.figure import Figure as Plot
+
+    plot = Plot(figsize=(width, height), layout="constrained")
+    axes = plot.add_subplot()
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for spine in axes.spines.values():
+        spine.set_color(INK)
+        spine.set_alpha(0.4)
+    axes.tick_params(colors=INK, labelsize=9)
+    axes.xaxis.label.set_color(INK)
+    axes.yaxis.label.set_color(INK)
+    axes.grid(color=INK, alpha=0.12, linewidth=0.8)
+    axes.set_axisbelow(True)
+    return plot, axes
+
+
+def bars(labels: Sequence[str], series: Mapping[str, Sequence[Figure | None]], xlabel: str = "") -> Plot:
+    """Horizontal bars with interval whiskers, one group a label and one colour a series.
+
+        bars(["seen words", "controls"], {"frozen": [a, b], "adapted": [c, d]})
+
+    A series has one figure a label; None, or a figure without items, leaves its place empty.
+    """
+    plot, axes = new_figure(height=0.9 + len(labels) * (0.17 + 0.22 * len(series)))
+    percent = all(figure.percent for figures in series.values() for figure in figures if figure is not None)
+    scale, thickness = (100 if percent else 1), 0.8 / len(series)
+    for i, (name, figures) in enumerate(series.items()):
+        shown = [(row, figure) for row, figure in enumerate(figures) if figure is not None and figure.n]
+        rows = np.array([row for row, _ in shown]) + (i - (len(series) - 1) / 2) * thickness
+        values = np.array([figure.value for _, figure in shown])
+        # a bootstrap interval may lie beside its value; a whisker cannot have a negative length
+        whiskers = np.array([[f.value - f.low, f.high - f.value] for _, f in shown]).reshape(-1, 2).T.clip(0)
+        axes.barh(rows, values * scale, thickness * 0.92, color=COLOURS[i % len(COLOURS)], label=name)
+        axes.errorbar(
+            values * scale, rows, xerr=whiskers * scale, fmt="none", ecolor=INK, elinewidth=1, capsize=2, alpha=0.7
+        )
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", length=0)
+    if percent and all(f.low >= 0 for figures in series.values() for f in figures if f is not None and f.n):
+        axes.set_xlim(0, 100)
+    axes.set_xlabel(xlabel or ("%" if percent else ""))
+    _legend(plot, axes, len(series))
+    return plot
+
+
+def curves(
+    series: Mapping[str, tuple[Sequence[float], Sequence[float]]], xlabel: str, ylabel: str, *, log: bool = False
+) -> Plot:
+    """Lines of (x, y), one colour a series; values that are not finite leave gaps."""
+    plot, axes = new_figure()
+    for i, (name, (x, y)) in enumerate(series.items()):
+        colour = COLOURS[(i + 1) % len(COLOURS)]  # the grey is for baselines
+        axes.plot(np.asarray(x, float), np.asarray(y, float), color=colour, linewidth=1.6, label=name)
+    if log:
+        axes.set_yscale("log")
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    _legend(plot, axes, len(series))
+    return plot
+
+
+def _legend(plot: Plot, axes: Axes, count: int) -> None:
+    """One row above the axes; none where there is but one thing to name."""
+    if count > 1:
+        plot.legend(
+            *axes.get_legend_handles_labels(),
+            loc="outside upper left",
+            ncols=count,
+            frameon=False,
+            labelcolor=INK,
+            fontsize=9,
+        )
