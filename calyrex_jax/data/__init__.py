@@ -1,0 +1,1 @@
+"""From messages and files to tokens, spans, targets and batches."""

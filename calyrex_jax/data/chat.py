@@ -1,0 +1,379 @@
+"""Messages to tokens, system span and targets, through the tokenizer's own chat template.
+
+The ids are those of the rendered conversation tokenised with no special token added. Span and targets come from character
+ranges on that one rendering: a token belongs to a range if any of its characters does, also where byte-pair encoding
+joins a character of the template to one of the message.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from calyrex_jax.core.errors import UserError
+from calyrex_jax.data.template import ChatTemplate, Message, Part, Range, TemplateRefusal, core, parts_of
+from calyrex_jax.data.tokenizer import Tokenizer
+
+ROLES = ("system", "user", "assistant", "tool")
+_CHUNK = 512  # conversations tokenised in one parallel call
+
+
+@dataclass(frozen=True)
+class ChatPolicy:
+    """How conversations meet a template.
+
+    system_role    where the template has no system role, or a system message is not the first, or there are two:
+                   "error", or "merge" the text into the user turn that follows (the span goes with it)
+    chat_template  None: the model's own; "plain": `Role: content` lines, for base models; or a Jinja text
+    date_string    the date that dated templates (Llama-3.1) show, fixed so that ids do not change from day to day
+    special_text   what becomes of special tokens such as "<|im_end|>" written in a message. "plain" (default): they are
+                   tokenised as the ordinary characters they are, so that no message can close its turn and open another;
+                   "error": refused; "allow": they become the special tokens, as transformers does by default
+    """
+
+    system_role: str = "error"
+    chat_template: str | None = None
+    date_string: str = "26 Jul 2024"
+    special_text: str = "plain"
+
+    def __post_init__(self) -> None:
+        for name, known in (("system_role", ("error", "merge")), ("special_text", ("plain", "error", "allow"))):
+            if getattr(self, name) not in known:
+                raise UserError(
+                    f"{name} is {getattr(self, name)!r}, expected one of {', '.join(known)}; set it to one of these"
+                )
+        template = self.chat_template
+        if template is not None and template != "plain" and "{{" not in template and "{%" not in template:
+            raise UserError(f'chat_template is {template!r}, expected "plain" or a Jinja text; set it to one of these')
+
+
+@dataclass(frozen=True)
+class Example:
+    """One tokenised conversation.
+
+    tokens   [T] int32
+    system   [T] bool, true where a token has a character of the caller's system text
+    targets  [T] bool, true for replies: their characters and the end-of-turn token, not the newline after it
+    origin   of the system text: "caller", "template" (it wrote one of its own; the span is empty) or "none"
+    shielded True where messages held special tokens' text that was kept plain
+    """
+
+    tokens: np.ndarray
+    system: np.ndarray
+    targets: np.ndarray
+    origin: str
+    shielded: bool = False
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """A rendered conversation with its ranges, before tokenisation."""
+
+    text: str
+    contents: list[Range]
+    system: list[Range]
+    targets: list[Range]
+    origin: str
+    where: str
+
+
+@dataclass
+class CorpusReport:
+    """What became of a corpus: rows read and kept, rows dropped by reason with the first places, tokens and targets kept."""
+
+    read: int = 0
+    kept: int = 0
+    tokens: int = 0
+    targets: int = 0
+    shielded: int = 0
+    dropped: Counter = field(default_factory=Counter)
+    places: dict[str, list[str]] = field(default_factory=dict)
+
+    def drop(self, reason: str, where: str) -> None:
+        self.dropped[reason] += 1
+        self.places.setdefault(reason, []).append(where)
+        del self.places[reason][5:]
+
+    def line(self) -> str:
+        """One line for the user: `kept 98 of 100 conversations; dropped 2 too long (f.jsonl:3, f.jsonl:9)`."""
+        gone = [
+            f"dropped {n} {reason} ({', '.join(self.places[reason])}{', …' if n > 5 else ''})"
+            for reason, n in self.dropped.items()
+        ]
+        kept = [f"{self.shielded} with special tokens' text kept plain"] if self.shielded else []
+        return "; ".join([f"kept {self.kept} of {self.read} conversations", *gone, *kept])
+
+
+def validate(conversation: dict[str, Any], where: str, for_generation: bool = False) -> list[Message]:
+    """The conversation's messages as plain {"role", "content"}, or a UserError that names the first fault.
+
+        validate({"messages": [{"role": "user", "content": "Hi"}]}, "chats.jsonl:1")
+
+    Content must be a text; a list of {"type": "text", "text": …} parts is joined without a separator, as templates do.
+    Apart from system messages (where these may stand is the policy's matter) the turns are user, assistant, user, …, a
+    reply may be followed by tool messages, these by a reply. Empty texts are allowed. With `for_generation` the last turn
+    must not be a reply.
+    """
+    messages = conversation.get("messages")
+    if messages is None:
+        raise UserError(f'{where}: no "messages"; expected {{"messages": [{{"role": …, "content": …}}, …]}}')
+    if not isinstance(messages, list) or not messages:
+        raise UserError(
+            f'{where}: "messages" is {"empty" if messages == [] else type(messages).__name__}, expected a list of messages'
+        )
+    plain = [_message(message, f"{where}: messages[{i}]") for i, message in enumerate(messages)]
+    previous = None
+    for i, message in enumerate(plain):
+        role = message["role"]
+        if role != "system":
+            _check_turn(previous, role, f"{where}: messages[{i}]")
+            previous = role
+    if previous is None:
+        raise UserError(f"{where}: only system messages; add a user message")
+    if for_generation and previous == "assistant":
+        raise UserError(
+            f"{where}: the last message is a reply, nothing is left to generate; end with a user or tool message"
+        )
+    return plain
+
+
+def _message(message: Any, where: str) -> Message:
+    if not isinstance(message, dict):
+        raise UserError(f'{where} is {type(message).__name__}, expected an object {{"role": …, "content": …}}')
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise UserError(f"{where} has role {role!r}, expected one of {', '.join(ROLES)}")
+    if message.get("tool_calls") or message.get("function_call"):
+        raise UserError(f"{where} has tool calls as objects, which are not supported; write the call as text in content")
+    if isinstance(content, list):
+        if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
+            raise UserError(f'{where} has content parts other than {{"type": "text", "text": …}}; only text is supported')
+        content = "".join(p["text"] for p in content)
+    if not isinstance(content, str):
+        found = "null" if content is None else type(content).__name__
+        raise UserError(
+            f"{where} (role {role!r}) has {'no' if 'content' not in message else found} content, expected a text"
+        )
+    return {"role": role, "content": content}
+
+
+def _check_turn(previous: str | None, role: str, where: str) -> None:
+    allowed = {None: ("user",), "user": ("assistant",), "assistant": ("user", "tool"), "tool": ("assistant", "tool")}[
+        previous
+    ]
+    if role not in allowed:
+        place = (
+            "opens the conversation"
+            if previous is None
+            else f"follows {'another' if previous == role else 'a message of'} role {previous!r}"
+        )
+        raise UserError(
+            f"{where} has role {role!r} and {place}, expected {' or '.join(allowed)}; mend the order or join the texts"
+        )
+
+
+def encode(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    for_generation: bool = False,
+    policy: ChatPolicy | None = None,
+    where: str = "conversation",
+) -> Example:
+    """Tokens, system span and targets of one conversation.
+
+        encode(tokenizer, [{"role": "system", "content": "Shout."}, {"role": "user", "content": "Hi"}]).system.sum()    # 2
+
+    `for_generation` opens the reply (the template's generation prompt) and marks no targets. Replies that are empty are
+    no targets. Raises UserError, with `where`, for messages that `validate` or the policy refuses, and where the template
+    does not let the texts be found.
+    """
+    return _encode_all(tokenizer, [(where, messages)], policy or ChatPolicy(), for_generation)[0]
+
+
+def encode_corpus(
+    tokenizer: Tokenizer,
+    conversations: Iterable[tuple[str, dict[str, Any]]],
+    max_length: int,
+    policy: ChatPolicy | None = None,
+) -> tuple[list[Example], CorpusReport]:
+    """Training examples of [(where, {"messages": …}), …] and the account of what was dropped.
+
+    Rows longer than `max_length` tokens and rows without a target are dropped and counted; nothing is ever cut. Raises
+    UserError at the first faulty row, where no row is left, and where the template closes no reply (the model would
+    never learn to stop).
+    """
+    policy = policy or ChatPolicy()
+    rows = [(where, conversation.get("messages")) for where, conversation in conversations]
+    report = CorpusReport(read=len(rows))
+    template = tokenizer.template(policy.chat_template, policy.date_string)
+    if rows and template.end_of_turn is None:
+        raise UserError(
+            f"{tokenizer.name}: its chat template puts no end-of-turn token after a reply, so a model trained with it would "
+            "never stop; set another chat template"
+        )
+    examples = []
+    for (where, _), example in zip(rows, _encode_all(tokenizer, rows, policy, False)):
+        if not example.targets.any():
+            report.drop("without a reply to learn", where)
+        elif len(example.tokens) > max_length:
+            report.drop("too long", where)
+        else:
+            examples.append(example)
+    report.kept, report.tokens = len(examples), sum(len(e.tokens) for e in examples)
+    report.targets, report.shielded = sum(int(e.targets.sum()) for e in examples), sum(e.shielded for e in examples)
+    if not examples:
+        raise UserError(
+            f"no conversation is left to train on: {report.line()}; raise data.max_length ({max_length}) or mend the data"
+        )
+    return examples, report
+
+
+def base_model_warning(tokenizer: Tokenizer, policy: ChatPolicy | None = None) -> str | None:
+    """A warning where the chat format looks untrained, or None.
+
+    A base model's rows for turn markers were never trained, and with a frozen embedding they stay so. It is told by a
+    template that did not come with the model, or by one whose end-of-turn token no config names as an end.
+    """
+    policy = policy or ChatPolicy()
+    template = tokenizer.template(policy.chat_template, policy.date_string)
+    end = template.end_of_turn
+    foreign = policy.chat_template is not None and tokenizer.chat_template is None
+    if not foreign and (end is None or end not in tokenizer.added or tokenizer.added[end] in tokenizer.declared_stop):
+        return None
+    text = template.render([{"role": r, "content": "x"} for r in ("user", "assistant")], True, tokenizer.name)
+    known = {tokenizer.fast.bos_token, tokenizer.fast.eos_token}
+    markers = [s for s in template.special if s in text and s not in known]
+    what = f"the special tokens {', '.join(markers)} were" if markers else "this chat format was"
+    return f"{tokenizer.name} looks like a base model: {what} probably never trained, and the frozen "
+        "embedding will not learn; prefer an instruct model"
+
+
+def _encode_all(
+    tokenizer: Tokenizer, rows: Sequence[tuple[str, Any]], policy: ChatPolicy, for_generation: bool
+) -> list[Example]:
+    template = tokenizer.template(policy.chat_template, policy.date_string)
+    examples = []
+    for at in range(0, len(rows), _CHUNK):
+        layouts = [_lay_out(template, messages, policy, for_generation, where) for where, messages in rows[at : at + _CHUNK]]
+        encoded = tokenizer.encode_offsets([layout.text for layout in layouts])
+        examples += [_example(tokenizer, template, *pair, policy) for pair in zip(layouts, encoded)]
+    return examples
+
+
+def _lay_out(template: ChatTemplate, messages: Any, policy: ChatPolicy, for_generation: bool, where: str) -> _Layout:
+    given = validate({"messages": messages}, where, for_generation)
+    arranged, parts = _arrange(given, template, policy, where)
+    text, ranges = template.locate(arranged, parts, for_generation, where)
+    contents = sorted(r for several in ranges for r in several)
+    system, targets = [], []
+    for part, several in zip(parts, ranges):
+        if part.role == "system":
+            system += several
+        elif part.role == "assistant" and not for_generation:
+            targets += [(start, _turn_end(template, text, end)) for start, end in several]
+    caller = any(message["role"] == "system" for message in given)
+    origin = "caller" if caller else "template" if template.adds_system_text else "none"
+    return _Layout(text, contents, system, targets, origin, where)
+
+
+def _turn_end(template: ChatTemplate, text: str, end: int) -> int:
+    """Where the end-of-turn token ends that closes a reply whose content ends at `end`; blanks may stand between."""
+    token = template.end_of_turn
+    if token is None:
+        return end
+    at = text.find(token, end)
+    return at + len(token) if at >= 0 and not text[end:at].strip() else end
+
+
+def _arrange(
+    messages: list[Message], template: ChatTemplate, policy: ChatPolicy, where: str
+) -> tuple[list[Message], list[Part]]:
+    """The messages as the template gets them, system texts merged where need be, and the parts to find in its rendering."""
+    misplaced = [i for i, message in enumerate(messages) if message["role"] == "system" and i > 0]
+    leads = messages[0]["role"] == "system"
+    if not misplaced and (not leads or template.system_role):
+        return messages, parts_of(messages)
+    if policy.system_role == "error":
+        fault = (
+            f"messages[{misplaced[0]}] is a {'second ' if leads else ''}system message that is not the first message"
+            if misplaced
+            else f"the chat template of {template.name} has no system role"
+        )
+        raise UserError(f'{where}: {fault}; move it, or merge it into the user turn with system_role "merge"')
+    out: list[Message] = []
+    parts: list[Part] = []
+    pending: list[str] = []
+    for i, message in enumerate(messages):
+        if message["role"] == "system":
+            pending += [message["content"].strip()] if message["content"].strip() else []
+            follows = messages[i + 1]["role"] if i + 1 < len(messages) else None
+            if not out and template.system_role and follows != "system" and pending:
+                _join(out, parts, "system", pending, "")
+                pending = []
+        elif message["role"] == "user":
+            _join(out, parts, "user", pending, message["content"])
+            pending = []
+        else:
+            _join(out, parts, message["role"], [], message["content"])
+    if pending:
+        raise UserError(f"{where}: the last system message has no user turn after it to be merged into; move it")
+    return out, parts
+
+
+def _join(out: list[Message], parts: list[Part], role: str, system: list[str], content: str) -> None:
+    """Appends a message of system texts and content, a blank line between, and its parts."""
+    pieces = [(text, "system") for text in system] + ([(content, role)] if content or not system else [])
+    at = 0
+    for text, kind in pieces:
+        start, end = core(text)
+        if end > start:
+            parts.append(Part(len(out), at + (0 if kind == "assistant" else start), at + end, kind))
+        at += len(text) + 2
+    out.append({"role": role, "content": "\n\n".join(text for text, _ in pieces)})
+
+
+def _example(
+    tokenizer: Tokenizer, template: ChatTemplate, layout: _Layout, encoded: tuple[np.ndarray, np.ndarray], policy: ChatPolicy
+) -> Example:
+    ids, offsets = encoded
+    shielded = False
+    if policy.special_text != "allow":
+        genuine = template.gaps_special(layout.text, layout.contents)
+        expected = [tokenizer.added[token] for _, token in genuine]
+        if _intrudes(tokenizer, template, ids, expected):
+            if policy.special_text == "error":
+                raise UserError(
+                    f'{layout.where}: a message holds the text of a special token; take it out or set special_text "plain"'
+                )
+            ids, offsets = tokenizer.encode_shielded(layout.text, [(at, at + len(token)) for at, token in genuine], template)
+            shielded = True
+            if _intrudes(tokenizer, template, ids, expected):
+                raise UserError(
+                    f"{layout.where}: a message holds the text of a special token that this tokenizer cannot keep plain; "
+                    "take it out"
+                )
+    system, targets = _mask(offsets, layout.system), _mask(offsets, layout.targets)
+    if layout.targets and (targets.all() or not targets.any()):
+        raise TemplateRefusal(
+            f"{layout.where}: {'every' if targets.any() else 'no'} token is a target; "
+            f"the chat template of {template.name} does not fit"
+        )
+    return Example(ids, system, targets, layout.origin, shielded)
+
+
+def _intrudes(tokenizer: Tokenizer, template: ChatTemplate, ids: np.ndarray, expected: list[int]) -> bool:
+    """Whether the ids hold other special tokens than those that the template wrote."""
+    return not np.array_equal(ids[np.isin(ids, tokenizer.ids_of(template))], expected)
+
+
+def _mask(offsets: np.ndarray, ranges: Sequence[Range]) -> np.ndarray:
+    """[T] bool, true for tokens of which some character lies in one of the ranges; tokens without characters never are."""
+    inside = np.zeros(len(offsets), bool)
+    for start, end in ranges:
+        inside |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
+    return inside & (offsets[:, 1] > offsets[:, 0])

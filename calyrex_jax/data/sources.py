@@ -1,0 +1,76 @@
+"""Conversations from JSON Lines files: every fault is found, with its line, before anything else happens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+from calyrex_jax.core.errors import UserError
+from calyrex_jax.data.chat import validate
+
+_REMEDY = "write one JSON object a line in UTF-8"
+
+
+def read_jsonl(path: Path | str) -> list[tuple[str, dict[str, Any]]]:
+    """[(file:line, object), …] of a JSON Lines file; blank lines are skipped, a byte-order mark is accepted.
+
+        read_jsonl("chats.jsonl")[0]      # ('chats.jsonl:1', {'messages': [...]})
+
+    Raises UserError with file:line for bytes that are not UTF-8, malformed JSON, bare NaN or Infinity, half a surrogate
+    pair, a line that is not an object; and for a file that is absent or holds nothing.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); name an existing JSON Lines file") from error
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise UserError(f"{path}:1: UTF-16, expected UTF-8; {_REMEDY}")
+    rows = []
+    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if line.strip():
+            where = f"{path}:{number}"
+            rows.append((where, _parse(line, where)))
+    if not rows:
+        raise UserError(f"{path}: empty, at least one line is needed; {_REMEDY}")
+    return rows
+
+
+def load_conversations(path: Path | str) -> list[tuple[str, dict[str, Any]]]:
+    """`read_jsonl` of a file of conversations, each checked by `validate`; other keys than messages pass through.
+
+    Raises UserError with file:line at the first fault.
+    """
+    rows = read_jsonl(path)
+    for where, row in rows:
+        validate(row, where)
+    return rows
+
+
+def _parse(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{where}: byte {error.start + 1} of the line is not UTF-8 (0x{line[error.start]:02x}); {_REMEDY}"
+        ) from error
+
+    def refuse(constant: str) -> NoReturn:
+        raise UserError(f"{where}: {constant} is not JSON; write null or a number")
+
+    try:
+        value = json.loads(text, parse_constant=refuse)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: malformed JSON ({error.msg} at column {error.colno}); {_REMEDY}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: JSON that cannot be read ({error}); {_REMEDY}") from error
+    if not isinstance(value, dict):
+        raise UserError(f'{where}: {type(value).__name__}, expected an object with "messages"; {_REMEDY}')
+    if "\\u" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"{where}: half of a surrogate pair (\\ud800 to \\udfff), which is no character; write the whole pair"
+            ) from error
+    return value
