@@ -249,8 +249,10 @@ def base_model_warning(tokenizer: Tokenizer, policy: ChatPolicy | None = None) -
     known = {tokenizer.fast.bos_token, tokenizer.fast.eos_token}
     markers = [s for s in template.special if s in text and s not in known]
     what = f"the special tokens {', '.join(markers)} were" if markers else "this chat format was"
-    return f"{tokenizer.name} looks like a base model: {what} probably never trained, and the frozen "
-        "embedding will not learn; prefer an instruct model"
+    return (
+        f"{tokenizer.name} looks like a base model: {what} probably never trained, and the frozen embedding will not "
+        "learn; prefer an instruct model"
+    )
 
 
 def _encode_all(
