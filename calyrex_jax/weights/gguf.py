@@ -19,6 +19,7 @@ from calyrex_jax.core.errors import UserError
 from calyrex_jax.weights.reader import TensorInfo, read_bytes
 
 _MAGIC = b"GGUF"
+_FIRST_READ = 16 << 20
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _PLAIN = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float64}
@@ -47,7 +48,7 @@ class GGUFReader:
         reader = GGUFReader(Path("model.gguf"))
         reader.rows("token_embd.weight", 0, 16)   # [16, D] float32
 
-    Raises UserError where the file is cut, is no GGUF file or has a tensor of a type that the gguf package cannot dequantise.
+    Raises UserError where the file is cut, is no GGUF file or has a tensor that the gguf package cannot dequantise.
     """
 
     def __init__(self, path: Path, header: Header | None = None):
@@ -99,7 +100,7 @@ def read_header(path: Path) -> Header:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error}); check the path") from None
     # the header's length is written nowhere: a vocabulary takes a few MB, so read on only where that is not enough
-    length = min(size, 16 << 20)
+    length = min(size, _FIRST_READ)
     while True:
         try:
             return _parse(memoryview(read_bytes(path, 0, length)), path, size)

@@ -56,6 +56,10 @@ def config_from_gguf(header: Header, reader: GGUFReader, where: str) -> dict[str
     architecture = header.fields.get("general.architecture")
     if architecture not in _ARCHITECTURES:
         raise UserError(f"{where}: architecture {architecture!r} is not supported; known: {', '.join(_ARCHITECTURES)}")
+    if header.fields.get("split.count", 0) not in (0, 1):
+        raise UserError(
+            f"{where}: one part of a split file; join them first: llama-gguf-split --merge FIRST_PART WHOLE.gguf"
+        )
     fields = _Fields(header.fields, architecture, where)
     tensors = header.tensors
     if "token_embd.weight" not in tensors:
@@ -165,7 +169,7 @@ def _scaling(fields: _Fields, header: Header, reader: GGUFReader, config: dict[s
 def _llama3(stored: np.ndarray, config: dict[str, Any], where: str) -> dict[str, Any] | None:
     """The llama3 scaling that the stored divisors of the rotary frequencies express, [H/2]; None where all are 1."""
     stored = stored.astype(np.float64)
-    if np.all(stored == 1.0):
+    if stored.shape == (config["head_dim"] // 2,) and np.all(stored == 1.0):
         return None
     # the lowest frequency is always scaled in full
     scaling = {"rope_type": "llama3", "factor": float(str(np.float32(stored.max()))), **_LLAMA3}
@@ -177,7 +181,7 @@ def _llama3(stored: np.ndarray, config: dict[str, Any], where: str) -> dict[str,
     expected = 1.0 / ((1.0 - smooth) / scaling["factor"] + smooth)
     if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-4, atol=0):
         raise UserError(
-            f"{where}: {ROPE_FACTORS} is not Llama 3's scaling (low 1, high 4, 8192 positions), the only one that can be read "
-            "from a GGUF file; load the checkpoint from safetensors"
+            f"{where}: {ROPE_FACTORS} is not Llama 3's scaling (low 1, high 4, 8192 positions), the only one that can be "
+            "read from a GGUF file; load the checkpoint from safetensors"
         )
     return scaling

