@@ -192,7 +192,7 @@ def _training_rule(pool: Sequence[Question], rng: random.Random) -> dict:
 
 def _training_control(pool: Sequence[Question], rng: random.Random) -> dict:
     # The best teacher of "change nothing" is what the frozen model itself says to the very same messages.
-    if rng.random() < 0.7:
+    if _answered_controls() and rng.random() < 0.7:
         prompt, reply = rng.choice(_answered_controls())
         messages = [*prompt["messages"], {"role": "assistant", "content": reply}]
         return {"messages": messages, "rule": "none", "variant": "plain"}

@@ -89,7 +89,7 @@ def test_words_are_many_and_disjoint():
 def test_phrasings_are_many_and_disjoint():
     for kind in ("begin", "end", "upper", "lower", "one_word", "max_words", "bullets", "json", "no_letter", "no_word"):
         train, test = rules_text.phrasings(kind, "train"), rules_text.phrasings(kind, "test")
-        assert len(train) >= 25 and len(test) >= 8 and not set(train) & set(test)
+        assert len(train) >= 35 and len(test) >= 8 and not set(train) & set(test)
     assert not rules_text.phrasings("mention", "train") and len(rules_text.phrasings("mention", "test")) >= 8
 
 

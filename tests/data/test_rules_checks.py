@@ -94,6 +94,7 @@ def test_combinations_need_both():
     [
         ("The capital of Peru is Lima.", True),
         ("3 + 4 = 7", True),
+        ("5 - 3 is 2.", True),
         ("1. Apple\nand more fruits", True),
         ("", False),
         ("THE CAPITAL OF PERU IS LIMA.", False),
