@@ -12,7 +12,7 @@ kind "mention", which training lacks altogether. controls have no rule: the repl
 
 import functools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from calyrex_jax.data import rules_replies, rules_text
@@ -95,21 +95,6 @@ def check(item: Item, reply: str) -> Verdict:
         return Verdict(follows(item.constraints, reply), answered)
     known = " ".join((question.text, *question.answers))
     return Verdict(is_plain(reply, rules_text.all_words(), known, question.kind == "list"), answered)
-
-
-def tally(items: Iterable[Item], replies: Iterable[str]) -> dict[str, dict[str, tuple[int, int]]]:
-    """Cell -> rule -> (items, hits), with the row "all" in each cell; "answers" counts right answers over all items.
-
-    tally(items, replies)["unseen_words"]["begin"]  # (20, 17)
-    """
-    counts: dict[str, dict[str, tuple[int, int]]] = {}
-    for item, reply in zip(items, replies, strict=True):
-        verdict = check(item, reply)
-        for cell, hit in ((item.cell, verdict.follows), ("answers", verdict.answered)):
-            for rule in (item.rule, "all"):
-                total, hits = counts.setdefault(cell, {}).get(rule, (0, 0))
-                counts[cell][rule] = (total + 1, hits + hit)
-    return counts
 
 
 def _constraints(rule: str, question: Question, word_split: str, rng: random.Random) -> tuple[Constraint, ...] | None:

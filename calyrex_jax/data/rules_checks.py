@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 
 _EDGE = " \t\r\n\"'“”‘’`*_.,:;!?…()[]<>-–—•"
@@ -108,7 +108,7 @@ def follows(constraints: Iterable[Constraint], reply: str) -> bool:
     return all(CHECKS[constraint.kind](reply, constraint.value) for constraint in constraints)
 
 
-def is_plain(reply: str, copied: Iterable[str], known: str, listing: bool = False) -> bool:
+def is_plain(reply: str, copied: Set[str], known: str, listing: bool = False) -> bool:
     """Whether a reply shows none of the styles that rules ask for.
 
     copied: words that rules ask to copy, in lower case. known: question and answers, whose words may well stand alone.
@@ -130,8 +130,7 @@ def is_plain(reply: str, copied: Iterable[str], known: str, listing: bool = Fals
     # A copied word betrays itself by standing alone, as a sentence of one word at either edge.
     parts = [part.strip(_EDGE).lower() for part in re.split(r"[.,:;!?\n]+", reply)]
     parts = [part for part in parts if part]
-    strange = {word for word in copied if not holds(known, word)}
-    return not (parts and (parts[0] in strange or parts[-1] in strange))
+    return not any(part in copied and not holds(known, part) for part in (*parts[:1], *parts[-1:]))
 
 
 def is_answered(reply: str, answers: Sequence[str], needed: int = 1) -> bool:
