@@ -129,7 +129,7 @@ def _decoy(split: str, rng: random.Random) -> str:
 def _user_text(question: Question, variant: str, split: str, rng: random.Random) -> str:
     if variant in ("passage", "note"):
         template = rules_text.draw("passage", split, rng)
-        text = rules_text.passage(split, rng, rng.choice((3, 4, 6, 8, 12)))
+        text = rules_text.passage(split, rng, rng.choice((3, 4, 6, 8, 12, 18)))
         if variant == "note":
             sentences = text.split(". ")
             note = rules_text.draw("note", split, rng).replace("{r}", _decoy(split, rng))

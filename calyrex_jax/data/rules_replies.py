@@ -55,7 +55,8 @@ def forbidden(kind: str, question: Question, rng: random.Random) -> str | None:
     base = sentence(question) or question.text
     known = " ".join(question.answers).lower()
     if kind == "no_letter":
-        choice = sorted({letter for letter in base.lower() if "a" <= letter <= "z"} - set(known))
+        # Each occurrence counts, so that common letters, which are hard to avoid, are drawn more often.
+        choice = [letter for letter in base.lower() if "a" <= letter <= "z" and letter not in known]
     else:
         choice = sorted({word.lower() for word in _CONTENT.findall(base) if not holds(known, word)} - {"what", "which"})
     return rng.choice(choice) if choice else None
