@@ -324,8 +324,8 @@ class Batches(Iterator[tuple[Batch, BatchInfo]]):
         """
         if state.get("order") != self._order:
             raise UserError(
-                "checkpoint: its data order belongs to other conversations, or another train.seed, train.batch_size, data.max_length "
-                "or data.packing, and cannot be continued; set them back or use a new --workdir"
+                "checkpoint: its data order belongs to other conversations or another train.seed, train.batch_size, "
+                "data.max_length or data.packing, and cannot be continued; set them back or use a new --workdir"
             )
         self._iterator.set_state(state["iterator"])
 

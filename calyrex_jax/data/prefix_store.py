@@ -1,4 +1,4 @@
-"""The prefix cache: each example's hidden states at the first adapter boundary, on disk; later epochs skip the layers below."""
+"""The prefix cache: hidden states at the first adapter boundary, on disk, so that later epochs skip the layers below."""
 
 from __future__ import annotations
 
