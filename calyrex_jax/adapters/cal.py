@@ -47,7 +47,7 @@ class CalConfig:
 
     def __post_init__(self):
         if self.keys not in ("span", "all"):
-            raise UserError(f"cal.keys: {self.keys!r} is not known; use 'span' or 'all'")
+            raise UserError(f"cal.keys_from: {self.keys!r} is not known; use 'span' or 'all'")
         if self.mlp_dim < 1:
             raise UserError(f"cal.mlp_dim: {self.mlp_dim} leaves no mlp; use at least 1")
         if self.rope_theta is not None and self.head_dim % 2:

@@ -1,0 +1,177 @@
+"""From a config to the objects of a run: the last room in which a ConfigDict is seen.
+
+    config.check(c)
+    run = build.open_run(c)                  # spec, tokenizer, model: cheap, and refuses what cannot work
+    backbone = build.load_weights(run)       # streamed onto the mesh
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from calyrex_jax import checkpoint, metrics
+from calyrex_jax.adapters import cal, placement
+from calyrex_jax.backbones import decoder
+from calyrex_jax.backbones.spec import DecoderSpec
+from calyrex_jax.config import as_dict
+from calyrex_jax.core.errors import UserError
+from calyrex_jax.core.types import Tree
+from calyrex_jax.data.chat import ChatPolicy
+from calyrex_jax.data.tokenizer import Tokenizer, load_tokenizer
+from calyrex_jax.generate.sampling import Sampling
+from calyrex_jax.model import Model
+from calyrex_jax.sharding import mesh as meshes
+from calyrex_jax.sharding import rules
+from calyrex_jax.training.optimizer import OptimizerConfig
+from calyrex_jax.weights.load import load_backbone
+from calyrex_jax.weights.sources import ModelSource, resolve
+
+ADAPTERS = ("cal", "prompt_only")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What all modes share; nothing here is mutable."""
+
+    config: ConfigDict
+    source: ModelSource
+    spec: DecoderSpec
+    tokenizer: Tokenizer
+    policy: ChatPolicy
+    model: Model
+    mesh: Mesh
+    dtype: jnp.dtype
+
+
+def open_run(config: ConfigDict) -> Run:
+    """Everything but the weights. Raises UserError for whatever the config names that cannot be had."""
+    source = resolve(config.backbone.source)
+    spec = DecoderSpec.from_config(source.config, str(source.path))
+    chat = config.chat
+    policy = ChatPolicy(
+        system_role=chat.system_role,
+        chat_template=chat_template(chat.template),
+        date_string=chat.date_string,
+        special_text=chat.special_text,
+    )
+    mesh = meshes.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    model = Model(spec, adapters(config, spec))
+    tokenizer = load_tokenizer(source.path, source.kind, source.generation_config, source.config)
+    return Run(config, source, spec, tokenizer, policy, model, mesh, jnp.dtype(config.backbone.dtype))
+
+
+def chat_template(name: str) -> str | None:
+    """config.chat.template as ChatPolicy takes it: a file's Jinja text, "plain", or None for the tokenizer's own."""
+    if name in ("", "plain"):
+        return name or None
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"config.chat.template: {name} cannot be read ({error}); name a Jinja file, or plain") from None
+
+
+def adapters(config: ConfigDict, spec: DecoderSpec) -> tuple:
+    """The adapters that config.adapter.name lists, joined by "+"."""
+    names = [name.strip() for name in config.adapter.name.split("+")]
+    unknown = [name for name in names if name not in ADAPTERS]
+    if unknown:
+        raise UserError(f"config.adapter.name is {config.adapter.name!r}; known: {', '.join(ADAPTERS)}")
+    if len(set(names)) != len(names) or ("prompt_only" in names and len(names) > 1):
+        raise UserError(f"config.adapter.name={config.adapter.name!r}: name each adapter once, and prompt_only alone")
+    return () if names == ["prompt_only"] else (make_cal(config, spec),)
+
+
+def make_cal(config: ConfigDict, spec: DecoderSpec) -> cal.Cal:
+    """The CAL adapter for a backbone: its head layout, and the boundaries of the placement."""
+    block = cal.CalConfig(
+        embed_dim=spec.embed_dim,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        mlp_dim=config.cal.mlp_dim or cal.default_mlp_dim(spec.embed_dim),
+        norm_eps=spec.norm_eps,
+        keys=config.cal.keys_from,
+        gate_mlp_by_span=config.cal.gate_mlp_by_span,
+        rope_theta=config.cal.rope_theta if config.cal.rope else None,
+    )
+    return cal.Cal(block, placement.boundaries(config.adapter.placement, spec.num_layers))
+
+
+def optimizer_config(config: ConfigDict) -> OptimizerConfig:
+    train = config.train
+    return OptimizerConfig(
+        learning_rate=float(train.learning_rate),
+        steps=train.steps,
+        schedule=train.schedule,
+        warmup_steps=train.warmup_steps,
+        final_fraction=float(train.final_fraction),
+        weight_decay=float(train.weight_decay),
+        clip_norm=float(train.clip_norm),
+        beta2=float(train.beta2),
+        freeze=tuple(name.strip() for name in train.freeze.split(",") if name.strip()),
+    )
+
+
+def sampling(config: ConfigDict) -> Sampling:
+    g = config.generate
+    return Sampling(temperature=float(g.temperature), top_k=g.top_k, top_p=float(g.top_p), seed=g.seed)
+
+
+def load_weights(run: Run, show: metrics.Metrics | None = None) -> Tree:
+    """The frozen backbone on the mesh, in its own type."""
+    abstract = decoder.abstract_params(run.spec, run.dtype)
+    placed = rules.shardings(abstract, rules.BACKBONE_RULES, run.mesh)
+    return load_backbone(run.source, run.spec, run.dtype, placed)
+
+
+def fresh_adapters(run: Run) -> Tree:
+    """The trainable tree as initialised, on the mesh."""
+    make = run.model.init_adapters
+    key = jax.random.PRNGKey(run.config.train.seed)
+    placed = rules.shardings(jax.eval_shape(make, key), rules.ADAPTER_RULES, run.mesh)
+    return jax.jit(make, out_shardings=placed)(key)
+
+
+def brought_adapters(run: Run) -> Tree:
+    """The trainable tree: fresh, but for what config.adapter.init_from brings from other runs ("cal=DIR,lora=DIR")."""
+    tree = fresh_adapters(run)
+    for entry in filter(None, (part.strip() for part in run.config.adapter.init_from.split(","))):
+        name, _, directory = entry.partition("=")
+        if name not in tree or not directory:
+            raise UserError(
+                f"config.adapter.init_from: {entry!r} is not understood; write NAME=DIR with NAME one of {', '.join(tree) or 'none'}"
+            )
+        tree[name] = restored(run, Path(directory), {name: tree[name]})[1][name]
+    return tree
+
+
+def restored(run: Run, workdir: Path, like: Tree) -> tuple[int, Tree]:
+    """(step, adapters) from the newest checkpoint of a run's directory.
+
+    Raises UserError where there is none, or where it was trained with another backbone, placement or block.
+    """
+    saved = checkpoint.Checkpoints(workdir / "checkpoints", keep=None, config=as_dict(run.config))
+    if saved.latest_step() is None:
+        raise UserError(f"{workdir}: no finished checkpoint in {workdir / 'checkpoints'}; train there first or name another directory")
+    return saved.restore_trainable(like)
+
+
+def trained_adapters(run: Run, workdir: Path) -> Tree:
+    """What score, generate and eval use: the newest checkpoint in `workdir`, or the adapter as initialised, said in one line."""
+    tree = brought_adapters(run)
+    if not tree:
+        return tree
+    saved = checkpoint.Checkpoints(workdir / "checkpoints", keep=None, config=as_dict(run.config))
+    if saved.latest_step() is not None:
+        step, tree = saved.restore_trainable(tree)
+        print(f"adapter {'+'.join(tree)}: checkpoint of step {step} in {workdir}", file=sys.stderr, flush=True)
+    elif not run.config.adapter.init_from:
+        print(f"adapter {'+'.join(tree)}: no checkpoint in {workdir}; running it as initialised", file=sys.stderr, flush=True)
+    return tree

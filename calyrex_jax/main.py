@@ -1,0 +1,62 @@
+"""The command line: `python -m calyrex_jax.main --config=configs/NAME.py --workdir=DIR --mode=MODE`.
+
+Exit status 0 when the job was done; 2 for a user's mistake, told in one line; 143 when SIGTERM ended it (all saved).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from absl import flags
+from ml_collections import config_flags
+
+from calyrex_jax.core.errors import UserError
+
+MODES = ("train", "score", "generate")
+_CONFIG = config_flags.DEFINE_config_file("config", None, "A file with get_config(), such as configs/quickstart.py.")
+_WORKDIR = flags.DEFINE_string("workdir", "", "Directory of checkpoints, metrics and reports.")
+_MODE = flags.DEFINE_enum("mode", "train", MODES, "What to do.")
+_INPUT = flags.DEFINE_string("input", "", "score, generate: a JSONL file of conversations.")
+_OUTPUT = flags.DEFINE_string("output", "", "score, generate: the JSONL file to write.")
+
+
+def _parse(argv: list[str]) -> None:
+    try:
+        rest = flags.FLAGS(argv)
+    except SystemExit:
+        raise
+    # absl would exit with 1 and config files can raise anything: all of it is the user's to mend
+    except Exception as error:
+        raise UserError(f"command line: {' '.join(str(error).split())}") from None
+    if len(rest) > 1:
+        raise UserError(f"command line: {rest[1]!r} is not understood; flags look like --mode=train")
+    if _CONFIG.value is None:
+        raise UserError("--config is missing; name a file with get_config(), such as --config=configs/quickstart.py")
+
+
+def _run() -> int:
+    import jax  # after the flags: --help must not wait for it
+
+    from calyrex_jax import infer, train
+
+    if "JAX_COORDINATOR_ADDRESS" in os.environ or len(os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1:
+        jax.distributed.initialize()
+    config = _CONFIG.value
+    if _MODE.value == "train":
+        return train.train(config, _WORKDIR.value)
+    return infer.run(config, _WORKDIR.value, _MODE.value, _INPUT.value, _OUTPUT.value)
+
+
+def main(argv: list[str]) -> int:
+    """Runs one mode; returns the exit status."""
+    try:
+        _parse(argv)
+        return _run()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

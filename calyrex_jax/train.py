@@ -1,0 +1,286 @@
+"""Training, one linear loop read top to bottom: corpus, frozen backbone, prefix cache, steps, checks, report.
+
+`--mode=train` resumes by itself from DIR/checkpoints. SIGTERM and Ctrl-C save first.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from calyrex_jax import build, checkpoint
+from calyrex_jax.config import as_dict, check, prepare_workdir
+from calyrex_jax.core import trees
+from calyrex_jax.core.errors import UserError
+from calyrex_jax.core.types import Batch, Tree
+from calyrex_jax.data import chat, pipeline, rules, sources
+from calyrex_jax.data.prefix_store import PrefixStore
+from calyrex_jax.evals import quickstart
+from calyrex_jax.evals.report import write_json
+from calyrex_jax.metrics import Metrics, peak_memory
+from calyrex_jax.sharding.rules import ADAPTER_RULES, batch_sharding, replicated, shardings
+from calyrex_jax.training import sft
+from calyrex_jax.training.optimizer import learning_rate, make_optimizer
+from calyrex_jax.training.step import TrainState, init_state, make_train_step
+
+
+class Interrupted(Exception):
+    """SIGTERM or Ctrl-C arrived; carries the exit status."""
+
+
+class StopSignal:
+    """Remembers a signal until the loop reaches a point where everything can be saved."""
+
+    def __init__(self):
+        self.status = 0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._remember)
+
+    def _remember(self, number, frame) -> None:
+        if self.status:  # asked twice: go at once
+            sys.exit(self.status)
+        self.status = 128 + number
+
+    def check(self) -> None:
+        if self.status:
+            raise Interrupted(self.status)
+
+
+def train(config: ConfigDict, workdir: str) -> int:
+    """Runs or resumes a training run; returns the exit status."""
+    check(config)
+    build.optimizer_config(config)  # refuses bad values before anything is read
+    directory = prepare_workdir(workdir)
+    conversations = load_corpus(config)
+    run = build.open_run(config)
+    if not run.model.adapters:
+        raise UserError("config.adapter.name=prompt_only has nothing to train; use score, generate or eval, or name an adapter")
+    examples, corpus_report = chat.encode_corpus(run.tokenizer, conversations, config.data.max_length, run.policy)
+    stop, show = StopSignal(), Metrics(directory)
+    try:
+        return _train(run, directory, examples, corpus_report, stop, show)
+    except Interrupted as signalled:
+        print("interrupted: everything finished so far is saved; the same command goes on from there", file=sys.stderr, flush=True)
+        return signalled.args[0]
+    finally:
+        show.close()
+
+
+def load_corpus(config: ConfigDict) -> list[tuple[str, dict]]:
+    """The conversations of config.data.source as (where, conversation), read and checked as a whole before anything runs."""
+    source = config.data.source
+    if source == "rules":
+        if config.data.size < 1:
+            raise UserError(f"config.data.size is {config.data.size}; data.source=rules generates that many conversations; set 1 or more")
+        made = rules.training_set(seed=config.data.seed, size=config.data.size)
+        return [(f"rules:{number}", conversation) for number, conversation in enumerate(made)]
+    if not source:
+        raise UserError("config.data.source is empty; name a JSONL file of conversations, or rules for the embedded corpus")
+    return sources.load_conversations(source)
+
+
+def _train(run: build.Run, directory: Path, examples, corpus_report: chat.CorpusReport, stop: StopSignal, show: Metrics) -> int:
+    config, model, mesh = run.config, run.model, run.mesh
+    started = time.monotonic()
+    resolved = as_dict(config)
+    show.say(f"corpus: {corpus_report.line()}")
+    backbone = build.load_weights(run)
+    checksum = trees.checksum(backbone)
+    adapters = build.brought_adapters(run)
+    optimizer = make_optimizer(build.optimizer_config(config), adapters)
+    state, placed = place_state(optimizer, adapters, mesh)
+    show.say(f"backbone {run.source.name}: {trees.count(backbone):,} frozen; {'+'.join(adapters)}: {trees.count(adapters):,} trained")
+
+    saved = checkpoint.Checkpoints(directory / "checkpoints", keep=config.train.keep, config=resolved)
+    store = open_prefix_store(run, directory, examples)
+    batches = make_batches(run, examples, store)
+    earlier = 0.0
+    if saved.latest_step() is not None:
+        state, data_state = restore(saved, state, config.train.reset_optimizer)
+        batches.set_state(data_state["batches"])
+        earlier = data_state["seconds"]
+        show.say(f"resumed from step {int(state.step)}")
+    write_json(directory / "config.json", resolved)
+    show.resume(int(state.step))
+
+    if store is not None and store.missing():
+        todo = sum(len(examples[i].tokens) for i in store.missing())
+        with show.phase("prefix cache", todo, unit="tok") as bar:
+
+            def advance(tokens: int) -> None:
+                bar.update(tokens)
+                stop.check()
+
+            sft.fill_prefix_store(model, backbone, examples, store, advance)
+
+    step = jax.jit(
+        make_train_step(model, optimizer, accumulate=config.train.accumulate, chunk=config.train.loss_chunk),
+        donate_argnums=0,
+        out_shardings=(placed, replicated(mesh)),
+    )
+    rate = learning_rate(build.optimizer_config(config))
+    last = int(state.step)
+    totals = {"tokens": 0, "targets": 0, "seconds": 0.0}
+    final: dict = {}
+
+    def save(force: bool = False) -> None:
+        seconds = earlier + time.monotonic() - started
+        saved.save(int(state.step), state.trainable, optimizer_item(state), {"batches": batches.get_state(), "seconds": seconds}, force)
+
+    with show.phase("training", config.train.steps, unit="step", initial=last) as bar:
+        logged, since = time.monotonic(), {"tokens": 0, "targets": 0}
+        while last < config.train.steps:
+            batch, info = next(batches)
+            state, measured = step(state, backbone, place_batch(batch, mesh))
+            last += 1
+            measured = jax.device_get(measured)
+            for name in since:
+                since[name] += int(measured[name])
+                totals[name] += int(measured[name])
+            refuse_divergence(measured, last, config.train.max_skipped, save)
+            bar.update(1)
+            if last % config.train.log_every == 0 or last == config.train.steps:
+                now = time.monotonic()
+                final = {
+                    "loss": float(measured["loss"]),
+                    "grad_norm": float(measured["grad_norm"]),
+                    "learning_rate": float(rate(last - 1)),
+                    "tokens_per_second": since["tokens"] / (now - logged),
+                    "targets_per_second": since["targets"] / (now - logged),
+                    "epoch": info.epoch,
+                    "skipped": int(measured["skipped"]),
+                }
+                show.log(last, final)
+                bar.postfix(loss=final["loss"], tokens_per_second=final["tokens_per_second"])
+                totals["seconds"] += now - logged
+                logged, since = now, {"tokens": 0, "targets": 0}
+            if stop.status:
+                save(force=True)
+                saved.wait()
+                stop.check()
+            if last % config.train.save_every == 0 and last < config.train.steps:
+                save()
+    batches.close()
+    if saved.latest_step() != last:
+        save(force=True)
+    saved.wait()
+
+    if trees.checksum(backbone) != checksum:
+        raise RuntimeError("the frozen backbone changed during training; this run's result cannot be trusted")
+    report = {
+        "steps": last,
+        "metrics": final,
+        "wall_seconds": earlier + time.monotonic() - started,
+        "tokens_per_second": totals["tokens"] / totals["seconds"] if totals["seconds"] else None,
+        "peak_memory_bytes": peak_memory(),
+        "parameters": {"frozen": trees.count(backbone), "trainable": trees.count(state.trainable)},
+        "conversations": {"read": corpus_report.read, "kept": corpus_report.kept, "dropped": dict(corpus_report.dropped)},
+        "backbone_unchanged": True,
+        "backbone_sha256": checksum,
+    }
+    if config.eval.after_training == "rules":
+        judge = quickstart.Judge(
+            model, run.tokenizer, run.policy, config.eval.batch_size, config.eval.max_new_tokens, config.eval.limit
+        )
+        variants = {"frozen": build.fresh_adapters(run), "adapted": state.trainable}
+        report["evaluation"] = quickstart.evaluate(judge, backbone, variants, directory, show, stop.check)
+        print(quickstart.as_report(report["evaluation"], directory, read_losses(directory)), flush=True)
+        report["wall_seconds"] = earlier + time.monotonic() - started
+    write_json(directory / "report.json", report)
+    show.say(f"done: {last} steps in {report['wall_seconds']:.0f} s; backbone unchanged; {directory / 'report.json'}")
+    return 0
+
+
+def place_state(optimizer: optax.GradientTransformation, adapters: Tree, mesh: Mesh) -> tuple[TrainState, Tree]:
+    """The first train state on the mesh, and its shardings: optimiser moments lie where their parameters lie."""
+    leaves = shardings(adapters, ADAPTER_RULES, mesh)
+    whole = replicated(mesh)
+    shapes = jax.eval_shape(lambda tree: init_state(optimizer, tree), adapters)
+    moments = optax.tree_utils.tree_map_params(
+        optimizer, lambda _, where: where, shapes.opt_state, leaves, transform_non_params=lambda _: whole
+    )
+    placed = TrainState(step=whole, trainable=leaves, opt_state=moments, skipped=whole)
+    return jax.jit(lambda tree: init_state(optimizer, tree), out_shardings=placed)(adapters), placed
+
+
+def place_batch(batch: Batch, mesh: Mesh) -> Batch:
+    """A host's rows as global arrays, sharded over the data and fsdp axes."""
+    rows = batch_sharding(mesh)
+    return jax.tree.map(lambda a: jax.make_array_from_process_local_data(rows, np.asarray(a)), batch)
+
+
+def optimizer_item(state: TrainState) -> Tree:
+    """What is saved beside the adapters: all of the train state that they are not."""
+    return {"opt_state": state.opt_state, "step": state.step, "skipped": state.skipped}
+
+
+def restore(saved: checkpoint.Checkpoints, state: TrainState, reset_optimizer: bool) -> tuple[TrainState, dict]:
+    """The newest saved state and the data order's; with reset_optimizer the moments start afresh."""
+    if reset_optimizer:
+        step, trainable, data_state = saved.restore_without_optimizer(state.trainable)
+        return state.replace(trainable=trainable, step=state.step + step), data_state
+    _, trainable, rest, data_state = saved.restore(state.trainable, optimizer_item(state))
+    return TrainState(rest["step"], trainable, rest["opt_state"], rest["skipped"]), data_state
+
+
+def open_prefix_store(run: build.Run, directory: Path, examples) -> PrefixStore | None:
+    """The prefix cache of this run's backbone, tokenizer, boundary and data; None where it is switched off."""
+    dtype = run.config.data.prefix_cache
+    if dtype == "off":
+        return None
+    if jax.process_count() > 1:
+        raise UserError("config.data.prefix_cache: the prefix cache serves one process; set it to off on several hosts")
+    key = {
+        "checkpoint": run.source.fingerprint(),
+        "backbone_dtype": str(run.dtype),
+        "tokenizer": run.tokenizer.fingerprint(),
+        "boundary": run.model.first_boundary,
+        "data": pipeline.fingerprint(examples),
+    }
+    where = run.config.data.prefix_dir or directory / "prefix"
+    return PrefixStore.open(where, key, [len(example.tokens) for example in examples], run.spec.embed_dim, dtype)
+
+
+def make_batches(run: build.Run, examples, store: PrefixStore | None) -> pipeline.Batches:
+    config = run.config
+    rows = run.mesh.shape["data"] * run.mesh.shape["fsdp"] * config.train.accumulate
+    if config.train.batch_size % rows:
+        raise UserError(
+            f"config.train.batch_size={config.train.batch_size} does not divide over mesh.data × mesh.fsdp × train.accumulate "
+            f"= {rows}; choose a multiple of {rows}"
+        )
+    return pipeline.Batches(
+        examples,
+        batch_size=config.train.batch_size,
+        max_length=config.data.max_length,
+        packing=config.data.packing,
+        seed=config.train.seed,
+        prefix_store=store,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+    )
+
+
+def refuse_divergence(measured: dict, step: int, most: int, save) -> None:
+    """Stops after `most` non-finite steps in a row; the parameters are those of the last finite step, and saved."""
+    if int(measured["skipped"]) >= most:
+        save(force=True)
+        raise UserError(
+            f"training: {most} steps in a row up to step {step} gave a loss or gradient that is not finite; the adapters are those of the "
+            "last finite step; lower config.train.learning_rate, or look for broken rows in config.data.source"
+        )
+
+
+def read_losses(directory: Path) -> tuple[list[int], list[float]]:
+    """(steps, losses) of DIR/metrics.jsonl, for the plot."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in lines], [float(line["loss"]) for line in lines]
