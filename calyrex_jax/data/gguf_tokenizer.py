@@ -179,7 +179,7 @@ def _merges(vocabulary: dict[str, int], scores: list[float]) -> list[tuple[str, 
         known = [(left, right) for left, right in halves if left in vocabulary and right in vocabulary]
         known.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
         found += [(scores[i], left, right) for left, right in known]
-    found.sort(key=lambda entry: (entry[0], len(entry[1]), len(entry[2])), reverse=True)
+    found.sort(key=lambda entry: -entry[0])  # stable: ways to the same piece stay in the order of their halves
     return [(left, right) for _, left, right in found]
 
 

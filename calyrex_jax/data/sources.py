@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from calyrex_jax.core.errors import UserError
-from calyrex_jax.data.chat import validate
+from calyrex_jax.data.validate import validate
 
 _REMEDY = "write one JSON object a line in UTF-8"
 

@@ -16,8 +16,8 @@ from functools import cached_property
 import jinja2
 
 from calyrex_jax.core.errors import UserError
+from calyrex_jax.data.validate import Message
 
-Message = dict[str, str]
 Range = tuple[int, int]
 
 _PLANES = (0xF0000, 0x100000)  # supplementary private-use areas: no tokenizer or template gives them a meaning

@@ -17,7 +17,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from calyrex_jax.core.errors import UserError
 from calyrex_jax.data import gguf_tokenizer
-from calyrex_jax.data.template import PLAIN, ChatTemplate, Message, Range, TemplateRefusal
+from calyrex_jax.data.template import PLAIN, ChatTemplate, Range, TemplateRefusal
+from calyrex_jax.data.validate import Message
 
 _SENTINELS = 0xF8000  # private-use characters that stand in for special tokens while contents are kept plain
 
@@ -35,12 +36,14 @@ class Tokenizer:
     fast           the transformers tokenizer; its post-processor is removed: nothing here ever adds special tokens
     chat_template  the Jinja text that came with the model, or None
     declared_stop  ids that config, generation config and tokenizer name as ends
+    rows           rows of the model's embedding, where the config says so
     """
 
     name: str
     fast: PreTrainedTokenizerFast
     chat_template: str | None
     declared_stop: frozenset[int]
+    rows: int | None = None
     _templates: dict[tuple[str, str], ChatTemplate] = field(default_factory=dict, repr=False)
     _special_ids: dict[tuple[str, ...], np.ndarray] = field(default_factory=dict, repr=False)
     _shields: dict[tuple[str, ...], Shield] = field(default_factory=dict, repr=False)
@@ -62,11 +65,11 @@ class Tokenizer:
 
     @cached_property
     def has_entry(self) -> np.ndarray:
-        """[vocab_size] bool, true for ids with an entry; rows of the embedding beyond it have none."""
+        """[vocab_size] bool, true for ids with an entry; rows of the embedding beyond it have none, and never gain one."""
         ids = np.fromiter(self.backend.get_vocab(with_added_tokens=True).values(), np.int64)
         out = np.zeros(int(ids.max()) + 1, bool)
         out[ids] = True
-        return out
+        return out[: self.rows]
 
     @property
     def vocab_size(self) -> int:
@@ -78,7 +81,7 @@ class Tokenizer:
         """An id to fill padding with. It may well be a real token's: padding is told by length, never by id."""
         for text in (self.fast.pad_token, self.fast.eos_token):
             found = None if text is None else self.backend.token_to_id(text)
-            if found is not None:
+            if found is not None and found < self.vocab_size:  # a pad token of the tokenizer's own may have no row
                 return found
         return 0
 
@@ -195,7 +198,13 @@ def load_tokenizer(path: Path, kind: str, generation_config: dict[str, Any], con
     )
     if fast.eos_token is not None:
         stop.add(fast.backend_tokenizer.token_to_id(fast.eos_token))
-    return Tokenizer(name=str(path), fast=fast, chat_template=template, declared_stop=frozenset(stop - {None}))
+    return Tokenizer(
+        name=str(path),
+        fast=fast,
+        chat_template=template,
+        declared_stop=frozenset(stop - {None}),
+        rows=config.get("vocab_size"),
+    )
 
 
 def _make_shield(original: tokenizers.Tokenizer, special: Sequence[str]) -> Shield:
