@@ -118,7 +118,7 @@ def encode(
 ) -> Example:
     """Tokens, system span and targets of one conversation.
 
-        encode(tokenizer, [{"role": "system", "content": "Shout."}, {"role": "user", "content": "Hi"}]).system.sum()    # 2
+        encode(tokenizer, [{"role": "system", "content": "Shout."}, {"role": "user", "content": "Hi"}]).system.sum()    # 3
 
     `for_generation` opens the reply (the template's generation prompt) and marks no targets. Replies that are empty are
     no targets. Raises UserError, with `where`, for messages that `validate` or the policy refuses, and where the template
