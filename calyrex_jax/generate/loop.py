@@ -1,0 +1,155 @@
+"""Batched generation: prefill, then a decode loop that runs wholly inside one compiled function.
+
+    replies = generate(model, params, examples, max_new_tokens=64, stop_ids=tokenizer.stop_ids, pad_id=tokenizer.pad_id)
+    tokenizer.decode(replies[0].text_tokens)
+
+One compilation serves all batches of a (prompt bucket, span bucket) pair; weights are arguments, never constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from calyrex_jax.backbones import decoder
+from calyrex_jax.core.errors import UserError
+from calyrex_jax.core.types import Array, Batch, Tree
+from calyrex_jax.generate.batching import Sequenced, assemble, check, place, plan, rows_of
+from calyrex_jax.generate.sampling import Sampling, choose
+from calyrex_jax.model import Model
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the model said to one prompt.
+
+    tokens         the generated ids alone; the last is the stop id where finish_reason is "stop"
+    finish_reason  "stop": a stop id was generated; "length": max_new_tokens were
+    row            the prompt's index in the input
+    """
+
+    tokens: tuple[int, ...]
+    finish_reason: str
+    row: int
+
+    @property
+    def text_tokens(self) -> tuple[int, ...]:
+        """The ids that make up the completion's text: `tokens` without the stop id."""
+        return self.tokens[:-1] if self.finish_reason == "stop" else self.tokens
+
+
+def generate(model: Model, params: Tree, prompts: Sequence[Sequenced], **options) -> list[Reply]:
+    """All replies, in input order; `options` are those of `stream`."""
+    return list(stream(model, params, prompts, **options))
+
+
+def stream(
+    model: Model,
+    params: Tree,
+    prompts: Sequence[Sequenced],
+    *,
+    max_new_tokens: int,
+    stop_ids: Iterable[int],
+    pad_id: int,
+    sampling: Sampling | None = None,
+    batch_size: int = 8,
+    vocab_limit: int | None = None,
+    mesh: Mesh | None = None,
+    where: Sequence[str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[Reply]:
+    """Replies in input order, each as soon as it and those before it are done.
+
+    prompts      anything with `tokens` int32 [T] and `system` bool [T]
+    sampling     default: greedy
+    vocab_limit  the number of ids with a tokenizer entry; default: all rows of the embedding
+    where        names the prompts in error messages
+    progress     called after every batch with (replies, tokens) made so far
+
+    All prompts are checked before the first is run: UserError where one has no token, a foreign id, or does not fit into
+    the backbone's positions together with max_new_tokens.
+    """
+    sampling = Sampling() if sampling is None else sampling
+    if max_new_tokens < 1:
+        raise UserError(f"config.generate.max_new_tokens: got {max_new_tokens}, expected at least 1")
+    if batch_size < 1:
+        raise UserError(f"config.generate.batch_size: got {batch_size}, expected at least 1")
+    check(model.spec, prompts, max_new_tokens, where)
+    limit = model.spec.vocab_size if vocab_limit is None else vocab_limit
+    stops = np.asarray(sorted(set(stop_ids)), np.int32)
+    size = rows_of(batch_size, len(prompts), mesh)
+    seed = np.uint32(sampling.seed)
+    return _replies(
+        partial(_run, model, max_new_tokens, replace(sampling, seed=0), limit, params, stops, seed),
+        prompts, size, pad_id, mesh, progress,
+    )  # fmt: skip
+
+
+def _replies(run, prompts, size: int, pad_id: int, mesh, progress) -> Iterator[Reply]:
+    """Runs the batches and hands out their replies in input order."""
+    done: dict[int, Reply] = {}
+    following, tokens = 0, 0
+    for chosen in plan([len(p.tokens) for p in prompts], max(size, 1)):
+        batch = assemble([prompts[row] for row in chosen], size, pad_id, left_pad=True)
+        rows = np.zeros(size, np.int32)
+        rows[: len(chosen)] = chosen
+        made, lengths, stopped = jax.device_get(run(*place((batch, rows), mesh)))
+        for at, row in enumerate(chosen):
+            reply = tuple(made[at, : lengths[at]].tolist())
+            done[row] = Reply(reply, "stop" if stopped[at] else "length", row)
+            tokens += len(reply)
+        if progress is not None:
+            progress(following + len(done), tokens)
+        while following in done:
+            yield done.pop(following)
+            following += 1
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _run(
+    model: Model,
+    new_tokens: int,
+    sampling: Sampling,
+    vocab_limit: int,
+    params: Tree,
+    stops: Array,
+    seed: Array,
+    batch: Batch,
+    rows: Array,
+) -> tuple[Array, Array, Array]:
+    """Prompts in, replies out: tokens [B, new_tokens] int32, lengths [B] int32, stopped [B] bool."""
+
+    def pick(x: Array, step: Array) -> Array:
+        return choose(decoder.logits(model.spec, params["backbone"], x), sampling, seed, rows, step, vocab_limit)
+
+    def take(step: Array, token: Array, made: Array, lengths: Array, stopped: Array):
+        """Writes a step's token to the rows that still run."""
+        made = jax.lax.dynamic_update_slice(made, token[:, None], (0, step))
+        lengths = jnp.where(stopped, lengths, step + 1)
+        return made, lengths, stopped | (token[:, None] == stops).any(-1)
+
+    count = rows.shape[0]
+    x, state = model.prefill(params, batch, batch.tokens.shape[1] + new_tokens, new_tokens)
+    step = jnp.zeros((), jnp.int32)
+    token = pick(x, step)
+    fresh = jnp.zeros((count, new_tokens), jnp.int32), jnp.zeros(count, jnp.int32), ~(batch.segments > 0).any(-1)
+    carry = (step + 1, token, *take(step, token, *fresh), state)
+
+    def running(carry):
+        step, _, _, _, stopped, _ = carry
+        return (step < new_tokens) & ~stopped.all()
+
+    def body(carry):
+        step, token, made, lengths, stopped, state = carry
+        x, state = model.decode(params, token, state)
+        token = pick(x, step)
+        return (step + 1, token, *take(step, token, made, lengths, stopped), state)
+
+    _, _, made, lengths, stopped, _ = jax.lax.while_loop(running, body, carry)
+    return made, lengths, stopped
