@@ -33,7 +33,7 @@ INSTALL_REQUIRES = [
 
 EXTRAS_REQUIRE = {
     # torch and peft, which the parity tests compare with, are installed by launch/test.sh: their order matters
-    "test": ["pytest>=8.3,<10", "pytest-timeout>=2.3,<3", "pytest-xdist>=3.6,<4", "ruff>=0.14,<1"],
+    "test": ["pytest>=8.3,<10", "pytest-timeout>=2.3,<3", "pytest-xdist>=3.6,<4", "ruff>=0.17.6,<0.18"],
     "tpu": ["jax[tpu]>=0.10.2,<0.13"],
     "cuda": ["jax[cuda]>=0.10.2,<0.13"],
 }
