@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -8,9 +9,7 @@ from calyrex_jax.backbones.decoder import abstract_params
 from calyrex_jax.backbones.spec import DecoderSpec
 from calyrex_jax.core.trees import flatten
 from calyrex_jax.weights import mapping, safetensors
-from calyrex_jax.weights.config import config_from_spec
 from calyrex_jax.weights.reader import TensorInfo
-from calyrex_jax.weights.sources import read_json, resolve
 from tests.weights.checkpoints import BF16, config_for, write
 
 # A process of its own: the peak of this one holds whatever other tests needed.
@@ -45,8 +44,6 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /
 
 
 def _measure(name, dtype, sharded="whole"):
-    import os
-
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"} if sharded == "sharded" else None
     command = [sys.executable, "-c", _SCRIPT, name, dtype, sharded]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
@@ -90,11 +87,3 @@ def test_the_peak_is_the_weights_and_one_leaf(large, dtype, sharded):
 def test_the_peak_of_a_real_quantised_file(smollm2_source, dtype):
     peak, weights, largest, _ = _measure(smollm2_source.name, dtype)
     assert peak <= weights + largest + 100e6, f"peak {peak / 1e6:.0f} MB for {weights / 1e6:.0f} MB of weights"
-
-
-def test_the_large_checkpoint_is_one(tmp_path):
-    """config_from_spec and the table alone make a checkpoint that loads: what the fixture above relies on."""
-    config = config_for("llama")
-    directory = write(tmp_path, config_from_spec(DecoderSpec.from_config(config)), {})
-    assert read_json(directory / "config.json")["hidden_size"] == config["hidden_size"]
-    assert resolve(str(directory)).kind == "directory"

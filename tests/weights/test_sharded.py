@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from calyrex_jax.backbones.decoder import abstract_params
 from calyrex_jax.backbones.spec import DecoderSpec
-from calyrex_jax.core.trees import flatten, unflatten
+from calyrex_jax.core.trees import flatten
 from calyrex_jax.weights.load import export_backbone, load_backbone
 from calyrex_jax.weights.sources import resolve
 
@@ -23,26 +23,21 @@ source = resolve(sys.argv[1])
 spec = DecoderSpec.from_config(source.config)
 whole = load_backbone(source, spec, "float32")
 mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
-last = P(None, "x", "y"), P(None, "y", "x"), P("x"), P()   # inputs and outputs, heads' widths too
-for turn in range(3):
-    def place(leaf, turn=turn):
-        sizes = (2, 4, 2)[turn:] + (2, 4)[:turn]
-        names = ("x", "y", "x")[turn:]
-        spec = [None] * leaf.ndim
-        used = set()
-        for axis in range(leaf.ndim - 1, 0, -1):     # split whatever divides, never the layer axis
-            for name, size in (("y", 4), ("x", 2)) if turn % 2 else (("x", 2), ("y", 4)):
-                if name not in used and leaf.shape[axis] % size == 0 and turn != 2:
-                    spec[axis] = name
-                    used.add(name)
-                    break
-        return NamedSharding(mesh, P(*spec))
+for order in ((("y", 4), ("x", 2)), (("x", 2), ("y", 4)), ()):   # heads' widths are split too; () replicates
+    def place(leaf, order=order):
+        axes, free = [None] * leaf.ndim, list(order)
+        for axis in range(leaf.ndim - 1, 0, -1):     # whatever divides, never the layer axis
+            fitting = next(((name, size) for name, size in free if leaf.shape[axis] % size == 0), None)
+            if fitting:
+                free.remove(fitting)
+                axes[axis] = fitting[0]
+        return NamedSharding(mesh, P(*axes))
     shardings = jax.tree.map(place, abstract_params(spec, "float32"))
     tree = load_backbone(source, spec, "float32", shardings)
     for path, leaf in flatten(tree).items():
         assert leaf.sharding == flatten(shardings)[path], path
     split = sum(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(tree))
-    assert (split > 5) == (turn != 2), split
+    assert (split > 5) == bool(order), split
     chex.assert_trees_all_equal(jax.device_get(tree), jax.device_get(whole))
 export_backbone(tree, spec, sys.argv[2])
 again = load_backbone(resolve(sys.argv[2]), spec, "float32")
