@@ -24,5 +24,5 @@ bash tests/fetch_tokenizers.sh || echo "launch/test.sh: note: no tokenizers from
 "$VENV/bin/ruff" format --check .
 # XLA and torch each take every core that they see: two workers with one thread each do better than one with two
 export JAX_PLATFORMS=cpu OMP_NUM_THREADS=1
-"$VENV/bin/python" -m pytest -n "${TEST_WORKERS:-2}" --dist loadfile --durations 15 "$@" </dev/null
+"$VENV/bin/python" -m pytest -n "${TEST_WORKERS:-2}" --dist loadfile --durations 15 --timeout 900 "$@" </dev/null
 echo "launch/test.sh: lint, format and tests passed in $((SECONDS - started)) s"
