@@ -1,8 +1,8 @@
 """From a config to the objects of a run: the last room in which a ConfigDict is seen.
 
-    config.check(c)
-    run = build.open_run(c)                  # spec, tokenizer, model: cheap, and refuses what cannot work
-    backbone = build.load_weights(run)       # streamed onto the mesh
+config.check(c)
+run = build.open_run(c)                  # spec, tokenizer, model: cheap, and refuses what cannot work
+backbone = build.load_weights(run)       # streamed onto the mesh
 """
 
 from __future__ import annotations
@@ -159,7 +159,9 @@ def restored(run: Run, workdir: Path, like: Tree) -> tuple[int, Tree]:
     """
     saved = checkpoint.Checkpoints(workdir / "checkpoints", keep=None, config=as_dict(run.config))
     if saved.latest_step() is None:
-        raise UserError(f"{workdir}: no finished checkpoint in {workdir / 'checkpoints'}; train there first or name another directory")
+        raise UserError(
+            f"{workdir}: no finished checkpoint in {workdir / 'checkpoints'}; train there first or name another directory"
+        )
     return saved.restore_trainable(like)
 
 
@@ -173,5 +175,7 @@ def trained_adapters(run: Run, workdir: Path) -> Tree:
         step, tree = saved.restore_trainable(tree)
         print(f"adapter {'+'.join(tree)}: checkpoint of step {step} in {workdir}", file=sys.stderr, flush=True)
     elif not run.config.adapter.init_from:
-        print(f"adapter {'+'.join(tree)}: no checkpoint in {workdir}; running it as initialised", file=sys.stderr, flush=True)
+        print(
+            f"adapter {'+'.join(tree)}: no checkpoint in {workdir}; running it as initialised", file=sys.stderr, flush=True
+        )
     return tree

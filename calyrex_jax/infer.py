@@ -30,7 +30,9 @@ def run(config: ConfigDict, workdir: str, mode: str, source: str, target: str) -
     check_output(Path(target))
     opened = build.open_run(config)
     examples = [
-        chat.encode(opened.tokenizer, conversation["messages"], policy=opened.policy, where=where, for_generation=mode == "generate")
+        chat.encode(
+            opened.tokenizer, conversation["messages"], policy=opened.policy, where=where, for_generation=mode == "generate"
+        )
         for where, conversation in conversations
     ]
     write_json(directory / "config.json", as_dict(config))

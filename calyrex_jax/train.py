@@ -63,13 +63,19 @@ def train(config: ConfigDict, workdir: str) -> int:
     conversations = load_corpus(config)
     run = build.open_run(config)
     if not run.model.adapters:
-        raise UserError("config.adapter.name=prompt_only has nothing to train; use score, generate or eval, or name an adapter")
+        raise UserError(
+            "config.adapter.name=prompt_only has nothing to train; use score, generate or eval, or name an adapter"
+        )
     examples, corpus_report = chat.encode_corpus(run.tokenizer, conversations, config.data.max_length, run.policy)
     stop, show = StopSignal(), Metrics(directory)
     try:
         return _train(run, directory, examples, corpus_report, stop, show)
     except Interrupted as signalled:
-        print("interrupted: everything finished so far is saved; the same command goes on from there", file=sys.stderr, flush=True)
+        print(
+            "interrupted: everything finished so far is saved; the same command goes on from there",
+            file=sys.stderr,
+            flush=True,
+        )
         return signalled.args[0]
     finally:
         show.close()
@@ -80,7 +86,9 @@ def load_corpus(config: ConfigDict) -> list[tuple[str, dict]]:
     source = config.data.source
     if source == "rules":
         if config.data.size < 1:
-            raise UserError(f"config.data.size is {config.data.size}; data.source=rules generates that many conversations; set 1 or more")
+            raise UserError(
+                f"config.data.size is {config.data.size}; data.source=rules generates that many conversations; set 1 or more"
+            )
         made = rules.training_set(seed=config.data.seed, size=config.data.size)
         return [(f"rules:{number}", conversation) for number, conversation in enumerate(made)]
     if not source:
@@ -88,99 +96,83 @@ def load_corpus(config: ConfigDict) -> list[tuple[str, dict]]:
     return sources.load_conversations(source)
 
 
-def _train(run: build.Run, directory: Path, examples, corpus_report: chat.CorpusReport, stop: StopSignal, show: Metrics) -> int:
-    config, model, mesh = run.config, run.model, run.mesh
+def _train(
+    run: build.Run, directory: Path, examples, corpus_report: chat.CorpusReport, stop: StopSignal, show: Metrics
+) -> int:
     started = time.monotonic()
-    resolved = as_dict(config)
+    config, model, mesh = run.config, run.model, run.mesh
     show.say(f"corpus: {corpus_report.line()}")
+    if (warning := chat.base_model_warning(run.tokenizer, run.policy)) is not None:
+        show.say(f"warning: {warning}")
+
+    # The frozen backbone, and the trainable tree with its optimiser.
     backbone = build.load_weights(run)
     checksum = trees.checksum(backbone)
     adapters = build.brought_adapters(run)
-    optimizer = make_optimizer(build.optimizer_config(config), adapters)
+    settings = build.optimizer_config(config)
+    optimizer = make_optimizer(settings, adapters)
     state, placed = place_state(optimizer, adapters, mesh)
-    show.say(f"backbone {run.source.name}: {trees.count(backbone):,} frozen; {'+'.join(adapters)}: {trees.count(adapters):,} trained")
+    show.say(
+        f"backbone {run.source.name}: {trees.count(backbone):,} frozen; {'+'.join(adapters)}: {trees.count(adapters):,} trained"
+    )
 
-    saved = checkpoint.Checkpoints(directory / "checkpoints", keep=config.train.keep, config=resolved)
+    # The data, and where an earlier run of this directory left off.
     store = open_prefix_store(run, directory, examples)
     batches = make_batches(run, examples, store)
-    earlier = 0.0
+    saved = checkpoint.Checkpoints(directory / "checkpoints", keep=config.train.keep, config=as_dict(config))
+    seconds_before = 0.0
     if saved.latest_step() is not None:
         state, data_state = restore(saved, state, config.train.reset_optimizer)
         batches.set_state(data_state["batches"])
-        earlier = data_state["seconds"]
-        show.say(f"resumed from step {int(state.step)}")
-    write_json(directory / "config.json", resolved)
+        seconds_before = data_state["seconds"]
+        show.say(f"resumed from step {int(state.step)} of {config.train.steps}")
+    write_json(directory / "config.json", as_dict(config))
     show.resume(int(state.step))
 
     if store is not None and store.missing():
-        todo = sum(len(examples[i].tokens) for i in store.missing())
-        with show.phase("prefix cache", todo, unit="tok") as bar:
+        fill_prefixes(model, backbone, examples, store, show, stop)
 
-            def advance(tokens: int) -> None:
-                bar.update(tokens)
-                stop.check()
-
-            sft.fill_prefix_store(model, backbone, examples, store, advance)
-
-    step = jax.jit(
+    # The steps.
+    step_fn = jax.jit(
         make_train_step(model, optimizer, accumulate=config.train.accumulate, chunk=config.train.loss_chunk),
         donate_argnums=0,
         out_shardings=(placed, replicated(mesh)),
     )
-    rate = learning_rate(build.optimizer_config(config))
-    last = int(state.step)
-    totals = {"tokens": 0, "targets": 0, "seconds": 0.0}
-    final: dict = {}
+    rate = learning_rate(settings)
+    meter = Meter()
+    step = int(state.step)
 
-    def save(force: bool = False) -> None:
-        seconds = earlier + time.monotonic() - started
-        saved.save(int(state.step), state.trainable, optimizer_item(state), {"batches": batches.get_state(), "seconds": seconds}, force)
+    def save() -> None:
+        data_state = {"batches": batches.get_state(), "seconds": seconds_before + time.monotonic() - started}
+        saved.save(int(state.step), state.trainable, optimizer_item(state), data_state, force=True)
 
-    with show.phase("training", config.train.steps, unit="step", initial=last) as bar:
-        logged, since = time.monotonic(), {"tokens": 0, "targets": 0}
-        while last < config.train.steps:
+    with show.phase("training", config.train.steps, unit="step", initial=step) as bar:
+        while step < config.train.steps:
             batch, info = next(batches)
-            state, measured = step(state, backbone, place_batch(batch, mesh))
-            last += 1
-            measured = jax.device_get(measured)
-            for name in since:
-                since[name] += int(measured[name])
-                totals[name] += int(measured[name])
-            refuse_divergence(measured, last, config.train.max_skipped, save)
-            bar.update(1)
-            if last % config.train.log_every == 0 or last == config.train.steps:
-                now = time.monotonic()
-                final = {
-                    "loss": float(measured["loss"]),
-                    "grad_norm": float(measured["grad_norm"]),
-                    "learning_rate": float(rate(last - 1)),
-                    "tokens_per_second": since["tokens"] / (now - logged),
-                    "targets_per_second": since["targets"] / (now - logged),
-                    "epoch": info.epoch,
-                    "skipped": int(measured["skipped"]),
-                }
-                show.log(last, final)
-                bar.postfix(loss=final["loss"], tokens_per_second=final["tokens_per_second"])
-                totals["seconds"] += now - logged
-                logged, since = now, {"tokens": 0, "targets": 0}
+            state, measured = step_fn(state, backbone, place_batch(batch, mesh))
+            step += 1
+            measured = {name: value.item() for name, value in jax.device_get(measured).items()}
+            meter.add(measured)
+            bar.update(1, loss=measured["loss"], tokens_per_second=meter.tokens_per_second())
+            refuse_divergence(measured, step, config.train.max_skipped, save)
+            if step % config.train.log_every == 0 or step == config.train.steps:
+                show.log(step, meter.flush() | {"learning_rate": float(rate(step - 1)), "epoch": info.epoch})
+            if step % config.train.save_every == 0 or step == config.train.steps or stop.status:
+                save()
             if stop.status:
-                save(force=True)
                 saved.wait()
                 stop.check()
-            if last % config.train.save_every == 0 and last < config.train.steps:
-                save()
     batches.close()
-    if saved.latest_step() != last:
-        save(force=True)
-    saved.wait()
+    saved.close()
 
+    # What came of it.
     if trees.checksum(backbone) != checksum:
         raise RuntimeError("the frozen backbone changed during training; this run's result cannot be trusted")
     report = {
-        "steps": last,
-        "metrics": final,
-        "wall_seconds": earlier + time.monotonic() - started,
-        "tokens_per_second": totals["tokens"] / totals["seconds"] if totals["seconds"] else None,
+        "steps": step,
+        "metrics": meter.last,
+        "tokens_per_second": meter.overall(),
+        "wall_seconds": seconds_before + time.monotonic() - started,
         "peak_memory_bytes": peak_memory(),
         "parameters": {"frozen": trees.count(backbone), "trainable": trees.count(state.trainable)},
         "conversations": {"read": corpus_report.read, "kept": corpus_report.kept, "dropped": dict(corpus_report.dropped)},
@@ -193,11 +185,60 @@ def _train(run: build.Run, directory: Path, examples, corpus_report: chat.Corpus
         )
         variants = {"frozen": build.fresh_adapters(run), "adapted": state.trainable}
         report["evaluation"] = quickstart.evaluate(judge, backbone, variants, directory, show, stop.check)
+        report["wall_seconds"] = seconds_before + time.monotonic() - started
         print(quickstart.as_report(report["evaluation"], directory, read_losses(directory)), flush=True)
-        report["wall_seconds"] = earlier + time.monotonic() - started
     write_json(directory / "report.json", report)
-    show.say(f"done: {last} steps in {report['wall_seconds']:.0f} s; backbone unchanged; {directory / 'report.json'}")
+    show.say(f"done: {step} steps in {report['wall_seconds']:.0f} s; backbone unchanged; {directory / 'report.json'}")
     return 0
+
+
+class Meter:
+    """Rates and means between two logged steps."""
+
+    def __init__(self):
+        self.last: dict = {}
+        self._counts = {"tokens": 0, "targets": 0}
+        self._since = self._start = time.monotonic()
+        self._all, self._first = 0, None
+        self._measured: dict = {}
+
+    def add(self, measured: dict) -> None:
+        """Counts one step's metrics. The first step, which compiles, does not count towards the overall rate."""
+        for name in self._counts:
+            self._counts[name] += int(measured[name])
+        self._measured = measured
+        if self._first is None:
+            self._first = time.monotonic()
+        else:
+            self._all += int(measured["tokens"])
+
+    def tokens_per_second(self) -> float:
+        """Since the last logged step."""
+        return self._counts["tokens"] / max(time.monotonic() - self._since, 1e-9)
+
+    def overall(self) -> float | None:
+        """Tokens a second over all steps but the first; None for fewer than two."""
+        return self._all / (time.monotonic() - self._first) if self._all else None
+
+    def flush(self) -> dict:
+        """What to log now; starts the next interval."""
+        now = time.monotonic()
+        rates = {f"{name}_per_second": count / max(now - self._since, 1e-9) for name, count in self._counts.items()}
+        self.last = {name: self._measured[name] for name in ("loss", "grad_norm", "skipped")} | rates
+        self._counts, self._since = dict.fromkeys(self._counts, 0), now
+        return self.last
+
+
+def fill_prefixes(model, backbone: Tree, examples, store: PrefixStore, show: Metrics, stop: StopSignal) -> None:
+    """Computes what the prefix cache lacks, under a progress bar; what is done stays when a signal stops it."""
+    todo = sum(len(examples[i].tokens) for i in store.missing())
+    with show.phase("prefix cache", todo, unit="tok") as bar:
+
+        def advance(tokens: int) -> None:
+            bar.update(tokens)
+            stop.check()
+
+        sft.fill_prefix_store(model, backbone, examples, store, advance)
 
 
 def place_state(optimizer: optax.GradientTransformation, adapters: Tree, mesh: Mesh) -> tuple[TrainState, Tree]:
@@ -272,11 +313,11 @@ def make_batches(run: build.Run, examples, store: PrefixStore | None) -> pipelin
 
 def refuse_divergence(measured: dict, step: int, most: int, save) -> None:
     """Stops after `most` non-finite steps in a row; the parameters are those of the last finite step, and saved."""
-    if int(measured["skipped"]) >= most:
-        save(force=True)
+    if measured["skipped"] >= most:
+        save()
         raise UserError(
-            f"training: {most} steps in a row up to step {step} gave a loss or gradient that is not finite; the adapters are those of the "
-            "last finite step; lower config.train.learning_rate, or look for broken rows in config.data.source"
+            f"training: {most} steps in a row up to step {step} gave a loss or gradient that is not finite; the adapters are "
+            "those of the last finite step; lower config.train.learning_rate, or look for broken rows in config.data.source"
         )
 
 

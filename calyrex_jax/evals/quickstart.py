@@ -69,7 +69,8 @@ def evaluate(
 def _replies(judge: Judge, params: Tree, items: Sequence[rules.Item], phase: str, show: Metrics, check) -> list[str]:
     where = [item.id for item in items]
     prompts = [
-        chat.encode(judge.tokenizer, list(item.messages), for_generation=True, policy=judge.policy, where=item.id) for item in items
+        chat.encode(judge.tokenizer, list(item.messages), for_generation=True, policy=judge.policy, where=item.id)
+        for item in items
     ]
     with show.phase(phase, len(prompts), unit="reply") as bar:
 
@@ -101,9 +102,7 @@ def plain_chat_logprobs(judge: Judge, params: Tree, phase: str, show: Metrics, c
             bar.update(done - bar.done)
             check()
 
-        scored = score.scores(
-            judge.model, params, examples, pad_id=judge.tokenizer.pad_id, batch_size=8, progress=advance
-        )
+        scored = score.scores(judge.model, params, examples, pad_id=judge.tokenizer.pad_id, batch_size=8, progress=advance)
     masks = [example.targets & (np.arange(len(example.targets)) > 0) for example in examples]
     sums = np.array([line[mask].sum(dtype=np.float64) for line, mask in zip(scored, masks)])
     return sums, np.array([mask.sum() for mask in masks])
@@ -123,7 +122,14 @@ def _figures(items: Sequence[rules.Item], verdicts: Sequence[rules.Verdict]) -> 
 
 def _write_items(path: Path, items, replies, verdicts) -> None:
     lines = [
-        {"id": item.id, "cell": item.cell, "rule": item.rule, "variant": item.variant, "messages": list(item.messages), "reply": reply}
+        {
+            "id": item.id,
+            "cell": item.cell,
+            "rule": item.rule,
+            "variant": item.variant,
+            "messages": list(item.messages),
+            "reply": reply,
+        }
         | {"follows": verdict.follows, "answered": verdict.answered, "answers": list(item.question.answers)}
         for item, reply, verdict in zip(items, replies, verdicts)
     ]
@@ -136,9 +142,7 @@ def as_report(found: dict[str, dict], directory: Path, losses: tuple[Sequence[fl
     cells = [cell for cell in frozen if cell != "perplexity"]
     columns = ["held-out cell", "frozen", "adapted"]
     rows = [[cell, frozen[cell], adapted[cell]] for cell in (*cells, "perplexity")]
-    by_rule = [
-        [name, figure, found["by_rule"]["adapted"][name]] for name, figure in found["by_rule"]["frozen"].items()
-    ]
+    by_rule = [[name, figure, found["by_rule"]["adapted"][name]] for name, figure in found["by_rule"]["frozen"].items()]
     report = Report("Following the system prompt: frozen and adapted model")
     report.text(
         "Rates of replies that a checker finds to follow the system prompt's rule, on questions, words, phrasings and a rule "
@@ -146,7 +150,9 @@ def as_report(found: dict[str, dict], directory: Path, losses: tuple[Sequence[fl
         "Intervals are 95 %: Wilson for rates, bootstrap over texts for the perplexity of plain chat under irrelevant system texts."
     )
     report.table("By cell", columns, rows, note=f"perplexity adapted / frozen: {found['perplexity_ratio']}")
-    report.plot("Adherence", plots.bars(cells, {"frozen": [frozen[c] for c in cells], "adapted": [adapted[c] for c in cells]}))
+    report.plot(
+        "Adherence", plots.bars(cells, {"frozen": [frozen[c] for c in cells], "adapted": [adapted[c] for c in cells]})
+    )
     if losses[0]:
         report.plot("Training loss", plots.curves({"loss": losses}, "step", "loss, nats a target token"))
     report.table("By cell and rule", columns, by_rule)

@@ -13,7 +13,10 @@ from calyrex_jax.data.chat import Example
 from calyrex_jax.data.prefix_store import PrefixStore
 from calyrex_jax.model import Model
 
-ROW, TOKENS = 512, 2048  # packed rows of one length need one compilation; more tokens a batch would only lose more when interrupted
+ROW, TOKENS = (
+    512,
+    2048,
+)  # packed rows of one length need one compilation; more tokens a batch would only lose more when interrupted
 
 
 def fill_prefix_store(
@@ -32,7 +35,9 @@ def fill_prefix_store(
     for start in range(0, len(rows), size):
         chosen = rows[start : start + size]
         # the span does not matter below the first boundary
-        batch = pipeline.make_batch([[examples[i] for i in row] for row in chosen], row_length, span_width=row_length, rows_total=size)
+        batch = pipeline.make_batch(
+            [[examples[i] for i in row] for row in chosen], row_length, span_width=row_length, rows_total=size
+        )
         states = np.asarray(prefix(backbone, batch))
         found: dict[int, np.ndarray] = {}
         for r, row in enumerate(chosen):

@@ -1,8 +1,8 @@
 """The pure train step: gradients of the trainable subtree alone, one global average, non-finite steps skipped.
 
-    state = init_state(optimizer, adapters)
-    step = jax.jit(make_train_step(model, optimizer), donate_argnums=0)
-    state, metrics = step(state, backbone, batch)
+state = init_state(optimizer, adapters)
+step = jax.jit(make_train_step(model, optimizer), donate_argnums=0)
+state, metrics = step(state, backbone, batch)
 """
 
 from __future__ import annotations
