@@ -175,17 +175,13 @@ def _training_rule(pool: Sequence[Question], rng: random.Random) -> dict:
         return {"messages": messages, "rule": rule, "variant": variant}
 
 
-def _training_control(pool: Sequence[Question], rng: random.Random) -> dict:
+def _training_control(rng: random.Random) -> dict:
     # The best teacher of "change nothing" is what the frozen model itself says to the very same messages.
     if _answered_controls() and rng.random() < 0.7:
         prompt, reply = rng.choice(_answered_controls())
         messages = [*prompt["messages"], {"role": "assistant", "content": reply}]
         return {"messages": messages, "rule": "none", "variant": "plain"}
-    while True:
-        asked = rng.choice(pool)
-        reply = rules_replies.sentence(asked)
-        if reply is not None:
-            break
+    asked, reply = rng.choice(_answered_questions())
     variant = rng.choice(("plain", "passage", "quote", "note", "quote"))
     messages = [] if rng.random() < 0.15 else [_system(rules_text.irrelevant_text("train", rng))]
     messages += _exchange(_user_text(asked, variant, "train", rng), reply)
@@ -209,8 +205,14 @@ def control_prompts() -> tuple[dict, ...]:
 
 @functools.cache
 def _answered_controls() -> tuple[tuple[dict, str], ...]:
-    replies = frozen_replies()
+    replies = frozen_replies(whole=True)
     return tuple((prompt, replies[prompt["id"]]) for prompt in control_prompts() if prompt["id"] in replies)
+
+
+@functools.cache
+def _answered_questions() -> tuple[tuple[Question, str], ...]:
+    replies = frozen_replies(whole=True)
+    return tuple((question, replies[question.prompt["id"]]) for question in questions() if question.prompt["id"] in replies)
 
 
 def training_set(seed: int, size: int) -> list[dict]:
@@ -223,8 +225,7 @@ def training_set(seed: int, size: int) -> list[dict]:
     found = []
     for index in range(size):
         rng = random.Random(f"training {seed} {index}")
-        make = _training_control if rng.random() < CONTROL_SHARE else _training_rule
-        found.append(make(pool, rng))
+        found.append(_training_control(rng) if rng.random() < CONTROL_SHARE else _training_rule(pool, rng))
     return found
 
 

@@ -33,8 +33,8 @@ def prompts() -> list[dict]:
 def kept(rows: Iterable[dict]) -> list[dict]:
     """The replies worth keeping, sorted by id: right answers, and finished replies under irrelevant system texts.
 
-    A bare question's reply must hold the answer; it may be cut, since only its first sentence is used. A control's reply is
-    kept whole or not at all: a cut one would teach to stop early.
+    A bare question's reply must hold the answer; it may be cut (and says so), since its first sentence is of use. A
+    control is kept whole or not at all: a cut one would teach to stop early.
     """
     asked = {question.prompt["id"]: question for question in questions()}
     controls = {prompt["id"] for prompt in control_prompts()}
@@ -48,7 +48,8 @@ def kept(rows: Iterable[dict]) -> list[dict]:
         else:
             raise UserError(f"completions: unknown prompt id {name!r}; write the prompts anew with --write-prompts")
         if good:
-            found.append({"id": name, "reply": reply})
+            cut = {} if row["finish_reason"] == "stop" else {"cut": True}
+            found.append({"id": name, "reply": reply, **cut})
     return sorted(found, key=lambda row: row["id"])
 
 
