@@ -11,6 +11,7 @@ All methods are collective: with several processes, every one calls them in the 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -19,11 +20,14 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from absl import logging
 
 from calyrex_jax.core import trees
 from calyrex_jax.core.errors import UserError
 from calyrex_jax.core.types import Tree
+
+# Orbax warns of what is deliberate here (reading only, restoring some items) and prints a traceback for each thread of a
+# failed save; the failure itself is raised by the next save() or by wait().
+logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}" not in record.pathname)
 
 ADAPTER = "adapter_"  # the item of adapter NAME, so that each can be restored without the others
 
@@ -83,19 +87,9 @@ def _abstract(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)), tree)
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps Orbax's warnings about what is deliberate here (reading only, restoring some items) off the user's screen."""
-    before = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-
-
 def _first_line(error: BaseException) -> str:
-    return (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip().splitlines()[0]
+    line = (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip().splitlines()[0]
+    return line.split(" [tensorstore_spec")[0][:240]  # a kilobyte of storage settings helps nobody
 
 
 class Checkpoints:
@@ -105,7 +99,7 @@ class Checkpoints:
     keep       how many finished checkpoints stay; None: only reads, changes nothing
     config     the run's resolved config, saved with each checkpoint and compared on restore
 
-    Interrupted saves are never seen: a checkpoint counts once it was renamed into place; leftovers are cleared at the start.
+    An interrupted save is never seen, for a checkpoint counts once it was renamed into place; the first save clears it.
     Raises UserError for a directory that cannot be written.
     """
 
@@ -116,7 +110,7 @@ class Checkpoints:
         reads = keep is None
         if reads and not self.directory.is_dir():
             return
-        with self._as_user_error("cannot be opened"), _quiet():
+        with self._as_user_error("cannot be opened"):
             if not reads:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 if not os.access(self.directory, os.W_OK | os.X_OK):
@@ -244,7 +238,7 @@ class Checkpoints:
             )
 
     def _shapes(self, step: int, name: str) -> Tree:
-        with self._readable(step), _quiet():
+        with self._readable(step):
             return ocp.StandardCheckpointHandler().metadata(self.directory / str(step) / (ADAPTER + name)).tree
 
     def _newest(self) -> int:
@@ -267,5 +261,5 @@ class Checkpoints:
 
     def _restore(self, step: int | None, **items: ocp.args.CheckpointArgs) -> tuple[int, dict]:
         step = self._newest() if step is None else step
-        with self._readable(step), _quiet():
+        with self._readable(step):
             return step, dict(self._manager.restore(step, args=ocp.args.Composite(**items)).items())

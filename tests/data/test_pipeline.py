@@ -11,6 +11,7 @@ import pytest
 from calyrex_jax.core.errors import UserError
 from calyrex_jax.core.types import bucket
 from calyrex_jax.data import pipeline
+from calyrex_jax.data.prefix_store import PrefixStore
 
 
 @dataclass(frozen=True)
@@ -236,6 +237,21 @@ def test_fewer_examples_than_a_batch_still_make_one():
     batch, info = next(batches)
     assert batches.steps_per_epoch == 1 and info.examples == 3
     assert sorted(batch.segments.max(axis=1).tolist()) == [0] * 5 + [1] * 3
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_prefix_lies_under_its_own_tokens(tmp_path, packing):
+    examples = corpus(11)
+    lengths = [len(e.tokens) for e in examples]
+    store = PrefixStore.open(tmp_path, {}, lengths, 2, "float32", lambda line: None)
+    store.write(range(11), [np.stack([e.tokens, e.tokens * 2], axis=1).astype(np.float32) for e in examples])
+    batches = pipeline.Batches(
+        examples, batch_size=6, max_length=128, packing=packing, prefix_store=store, process_index=1, process_count=2
+    )
+    for _ in range(2 * batches.steps_per_epoch):
+        batch, _ = next(batches)
+        assert batch.prefix.shape == (*batch.tokens.shape, 2)
+        assert np.array_equal(batch.prefix, np.stack([batch.tokens, batch.tokens * 2], axis=2))
 
 
 def test_the_fingerprint_sees_order_boundaries_and_ids():
