@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,6 +29,11 @@ from calyrex_jax.core.types import Tree
 # Orbax warns of what is deliberate here (reading only, restoring some items) and prints a traceback for each thread of a
 # failed save; the failure itself is raised by the next save() or by wait().
 logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}" not in record.pathname)
+
+# The storage library reports a full disk or a lost mount as ValueError("RESOURCE_EXHAUSTED: …").
+STORAGE_FAULT = re.compile(
+    r"(RESOURCE_EXHAUSTED|PERMISSION_DENIED|NOT_FOUND|UNAVAILABLE|DATA_LOSS|FAILED_PRECONDITION|UNKNOWN): "
+)
 
 ADAPTER = "adapter_"  # the item of adapter NAME, so that each can be restored without the others
 
@@ -88,6 +94,8 @@ def _abstract(tree: Tree) -> Tree:
 
 
 def _first_line(error: BaseException) -> str:
+    if "No space left on device" in str(error) and not isinstance(error, OSError):
+        return "No space left on device"
     line = (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip().splitlines()[0]
     return line.split(" [tensorstore_spec")[0][:240]  # a kilobyte of storage settings helps nobody
 
@@ -128,7 +136,9 @@ class Checkpoints:
     def _as_user_error(self, what: str) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            if isinstance(error, ValueError) and not STORAGE_FAULT.match(str(error)):
+                raise
             raise UserError(
                 f"checkpoint: {self.directory} {what}: {_first_line(error)}; a writable directory with space is needed; "
                 "free the disk or choose another --workdir"

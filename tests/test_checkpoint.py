@@ -232,15 +232,22 @@ def test_an_unwritable_directory_and_a_full_disk_are_user_errors(tmp_path, monke
     saved.close()
 
 
-def test_a_save_that_fails_in_the_background_surfaces(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "fault",
+    [
+        OSError(28, "No space left on device"),
+        ValueError('RESOURCE_EXHAUSTED: Error writing "manifest.ocdbt": No space left on device'),  # tensorstore's form
+    ],
+)
+def test_a_save_that_fails_in_the_background_surfaces(tmp_path, monkeypatch, fault):
     async def refuse(self, *_, **__):
-        raise OSError(28, "No space left on device")
+        raise fault
 
     saved = filled(tmp_path, (1,))
     for kind in (atomicity.AtomicRenameTemporaryPath, atomicity.CommitFileTemporaryPath):
         monkeypatch.setattr(kind, "finalize", refuse)
     assert saved.save(2, adapters(), optimizer_state(adapters()), {})  # the fault comes later, in another thread
-    with pytest.raises(UserError, match="cannot be written: No space left on device"):
+    with pytest.raises(UserError, match=r"cannot be written: .*No space left on device"):
         saved.wait()
     assert Checkpoints(tmp_path, None, CONFIG).latest_step() == 1
 

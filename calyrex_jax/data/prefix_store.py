@@ -22,8 +22,8 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _gigabytes(count: int) -> str:
-    return f"{count / 1e9:.3f} GB"
+def _amount(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
 
 
 class PrefixStore:
@@ -78,7 +78,7 @@ class PrefixStore:
         except OSError as error:
             raise UserError(
                 f"prefix cache: {error.strerror or error} at {store.path}; a writable directory with "
-                f"{_gigabytes(store.num_bytes)} free is needed; choose another cache directory or turn the cache off"
+                f"{_amount(store.num_bytes)} free is needed; choose another cache directory or turn the cache off"
             ) from error
         store._done = np.memmap(store.path / "done", np.uint8, "r+", shape=(len(lengths),))
         store._data = np.memmap(store.path / "states", store.dtype, "r", shape=(int(store._starts[-1]), embed_dim))
@@ -89,7 +89,7 @@ class PrefixStore:
         """Brings the files to full size before anything is computed; a store with a valid index is left as it is."""
         states, done, index = self.path / "states", self.path / "done", self.path / "index.json"
         if self._is_whole(text):
-            report(f"prefix cache: {_gigabytes(self.num_bytes)} in {self.path}")
+            report(f"prefix cache: {_amount(self.num_bytes)} in {self.path}")
             return
         index.unlink(missing_ok=True)
         others = [p for p in root.iterdir() if p != self.path and (p / "index.json").is_file()]
@@ -97,12 +97,12 @@ class PrefixStore:
         allocated = states.stat().st_blocks * 512 if states.exists() else 0
         free = shutil.disk_usage(self.path).free
         report(
-            f"prefix cache: needs {_gigabytes(self.num_bytes)} in {self.path}, {_gigabytes(free)} are free"
-            + (f"; {len(others)} other caches there hold {_gigabytes(old)} and may be deleted" if others else "")
+            f"prefix cache: needs {_amount(self.num_bytes)} in {self.path}, {_amount(free)} are free"
+            + (f"; {len(others)} other caches there hold {_amount(old)} and may be deleted" if others else "")
         )
         if self.num_bytes - allocated > free:
             raise UserError(
-                f"prefix cache: {_gigabytes(self.num_bytes)} are needed in {root} but only {_gigabytes(free)} are free; "
+                f"prefix cache: {_amount(self.num_bytes)} are needed in {root} but only {_amount(free)} are free; "
                 "free some space, choose another cache directory, use bfloat16, or turn the cache off"
             )
         with open(states, "ab") as file:

@@ -58,7 +58,7 @@ def test_the_size_is_told_beforehand_and_the_disk_is_reserved(tmp_path):
     lines = []
     store = opened(tmp_path, dtype="bfloat16", report=lines.append)
     assert store.num_bytes == PrefixStore.size(LENGTHS, 4, "bfloat16") == 14 * 4 * 2
-    assert len(lines) == 1 and "needs 0.000 GB" in lines[0] and str(store.path) in lines[0]
+    assert len(lines) == 1 and "needs 0.00 MB" in lines[0] and str(store.path) in lines[0]
     assert (store.path / "states").stat().st_size == 112
     assert (store.path / "states").stat().st_blocks > 0
 
