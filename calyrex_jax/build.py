@@ -49,6 +49,12 @@ class Run:
     mesh: Mesh
     dtype: jnp.dtype
 
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Every id that ends a reply, the end-of-turn token of the template in use among them."""
+        template = self.tokenizer.template(self.policy.chat_template, self.policy.date_string)
+        return self.tokenizer.stop_ids_for(template)
+
 
 def open_run(config: ConfigDict) -> Run:
     """Everything but the weights. Raises UserError for whatever the config names that cannot be had."""
@@ -105,6 +111,7 @@ def make_cal(config: ConfigDict, spec: DecoderSpec) -> cal.Cal:
 
 
 def optimizer_config(config: ConfigDict) -> OptimizerConfig:
+    """config.train as the optimiser takes it; UserError for a value out of range."""
     train = config.train
     return OptimizerConfig(
         learning_rate=float(train.learning_rate),
@@ -120,6 +127,7 @@ def optimizer_config(config: ConfigDict) -> OptimizerConfig:
 
 
 def sampling(config: ConfigDict) -> Sampling:
+    """config.generate as sampling takes it; UserError for a value out of range."""
     g = config.generate
     return Sampling(temperature=float(g.temperature), top_k=g.top_k, top_p=float(g.top_p), seed=g.seed)
 

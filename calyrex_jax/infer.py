@@ -81,7 +81,7 @@ def _replies(opened: build.Run, params, conversations, examples, where, show: Me
             examples,
             max_new_tokens=config.generate.max_new_tokens,
             sampling=build.sampling(config),
-            stop_ids=opened.tokenizer.stop_ids,
+            stop_ids=opened.stop_ids,
             pad_id=opened.tokenizer.pad_id,
             batch_size=config.generate.batch_size,
             vocab_limit=opened.tokenizer.vocab_size,

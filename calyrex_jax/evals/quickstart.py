@@ -30,6 +30,7 @@ class Judge:
     model: Model
     tokenizer: Tokenizer
     policy: chat.ChatPolicy
+    stop_ids: frozenset[int]
     batch_size: int
     max_new_tokens: int
     limit: int = 0  # items; 0 is all, else every n-th so that all cells are met
@@ -83,7 +84,7 @@ def _replies(judge: Judge, params: Tree, items: Sequence[rules.Item], phase: str
             params,
             prompts,
             max_new_tokens=judge.max_new_tokens,
-            stop_ids=judge.tokenizer.stop_ids,
+            stop_ids=judge.stop_ids,
             pad_id=judge.tokenizer.pad_id,
             batch_size=judge.batch_size,
             vocab_limit=judge.tokenizer.vocab_size,

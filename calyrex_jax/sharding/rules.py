@@ -77,6 +77,7 @@ def shardings(tree: Tree, rules, mesh: Mesh) -> Tree:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
+    """The whole array on every device."""
     return NamedSharding(mesh, P())
 
 

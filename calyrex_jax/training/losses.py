@@ -71,8 +71,7 @@ def _chunked(size: int, states: Array, head: Array, labels: Array, weights: Arra
 
 
 def _chunked_forward(size: int, states: Array, head: Array, labels: Array, weights: Array):
-    def body(total, part):
-        x, label, weight = part
+    def chunk(x, label, weight):
         logits = _chunk_logits(x, head)
         peak = logits.max(-1, keepdims=True)
         exps = jnp.exp(logits - peak)
@@ -83,7 +82,15 @@ def _chunked_forward(size: int, states: Array, head: Array, labels: Array, weigh
         # d loss / d logits while the logits are at hand: the backward pass then needs no second head product
         slope = (exps / mass - hit) * weight[..., None]
         grad = jnp.einsum("bcv,vd->bcd", slope.astype(head.dtype), head, preferred_element_type=jnp.float32)
-        return total + loss, grad.astype(states.dtype)
+        return loss, grad.astype(x.dtype)
+
+    def nothing(x, label, weight):
+        return jnp.zeros((), jnp.float32), jnp.zeros_like(x)
+
+    def body(total, part):
+        # slots are filled from the front: the chunks behind a batch's last target cost nothing
+        loss, grad = jax.lax.cond((part[2] != 0).any(), chunk, nothing, *part)
+        return total + loss, grad
 
     total, grads = jax.lax.scan(body, jnp.zeros((), jnp.float32), _split(size, states, labels, weights))
     return total, jnp.moveaxis(grads, 0, 1).reshape(states.shape)

@@ -29,6 +29,7 @@ class TrainState:
 
 
 def init_state(optimizer: optax.GradientTransformation, trainable: Tree) -> TrainState:
+    """The state before the first step."""
     zero = jnp.zeros((), jnp.int32)
     return TrainState(zero, trainable, optimizer.init(trainable), zero)
 
