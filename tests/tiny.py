@@ -1,0 +1,126 @@
+"""Tiny random models and conversations that several rooms' tests share."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from calyrex_jax.adapters.cal import Cal, CalConfig
+from calyrex_jax.adapters.placement import boundaries
+from calyrex_jax.backbones import decoder
+from calyrex_jax.backbones.spec import DecoderSpec
+from calyrex_jax.core.types import Batch, slots
+from calyrex_jax.model import Model
+
+VOCAB, LAYERS = 97, 4
+
+_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": True,
+}
+_GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_head": 4,
+    "n_layer": LAYERS,
+    "n_positions": 128,
+    "layer_norm_epsilon": 1e-5,
+}
+CONFIGS = {
+    "llama": _LLAMA,
+    "gpt2": _GPT2,
+    "mistral": _LLAMA | {"model_type": "mistral", "sliding_window": 5, "tie_word_embeddings": False},
+    "dynamic": _LLAMA | {"max_position_embeddings": 16, "rope_scaling": {"rope_type": "dynamic", "factor": 8.0}},
+}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    tokens: np.ndarray
+    system: np.ndarray
+
+
+def spec(name="llama", **changes):
+    return DecoderSpec.from_config(CONFIGS[name] | changes)
+
+
+def backbone(spec, seed=0, dtype=jnp.float32):
+    """Random weights large enough for attention to choose and for logits to differ."""
+    tree = decoder.init_params(spec, jax.random.key(seed), jnp.float32)
+    return jax.tree.map(lambda leaf: (leaf * 8 if leaf.ndim > 1 and leaf.std() < 0.1 else leaf).astype(dtype), tree)
+
+
+def cal_config(spec, **changes):
+    plain = {
+        "embed_dim": spec.embed_dim,
+        "num_heads": spec.num_heads,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "mlp_dim": 24,
+        "norm_eps": 1e-5,
+    }
+    return CalConfig(**plain | changes)
+
+
+def model(spec, placement=None, **changes):
+    """The spec alone, or with CAL blocks at a placement."""
+    if placement is None:
+        return Model(spec)
+    return Model(spec, (Cal(cal_config(spec, **changes), boundaries(placement, spec.num_layers)),))
+
+
+def perturbed(tree, seed=1, size=0.3):
+    """Every leaf moved by random numbers, so that no gate or projection is zero."""
+    leaves, shape = jax.tree.flatten(tree)
+    keys = jax.random.split(jax.random.key(seed), max(len(leaves), 1))
+    return jax.tree.unflatten(shape, [leaf + size * jax.random.normal(k, leaf.shape) for leaf, k in zip(leaves, keys)])
+
+
+def params(model, seed=0, dtype=jnp.float32):
+    """A random backbone and adapters in a non-zero state."""
+    adapters = perturbed(model.init_adapters(jax.random.key(seed + 1)), seed + 2)
+    return {"backbone": backbone(model.spec, seed, dtype), "adapters": adapters}
+
+
+def conversations(lengths=(9, 14, 5, 12), seed=0):
+    """Random tokens; in turn the span is at the start, in the middle, absent, and in two pieces."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for index, length in enumerate(lengths):
+        system = np.zeros(length, bool)
+        pieces = [[(0, 3)], [(length // 2, length // 2 + 3)], [], [(1, 3), (length // 2, length // 2 + 2)]]
+        for start, stop in pieces[index % 4]:
+            system[start:stop] = True
+        made.append(Conversation(rng.integers(0, VOCAB, length).astype(np.int32), system))
+    return made
+
+
+def without_system(conversations):
+    """The same tokens, of which none is system text."""
+    return [Conversation(c.tokens, np.zeros_like(c.system)) for c in conversations]
+
+
+def packed(rows, length, width=8, left_pad=False):
+    """A Batch whose rows are lists of conversations, one segment each."""
+    shape = (len(rows), length)
+    tokens, positions, segments = (np.zeros(shape, np.int32) for _ in range(3))
+    system = np.zeros(shape, bool)
+    for row, conversations in enumerate(rows):
+        at = length - sum(len(c.tokens) for c in conversations) if left_pad else 0
+        for segment, conversation in enumerate(conversations, start=1):
+            here = slice(at, at + len(conversation.tokens))
+            tokens[row, here], system[row, here] = conversation.tokens, conversation.system
+            positions[row, here], segments[row, here] = np.arange(len(conversation.tokens)), segment
+            at = here.stop
+    return Batch(tokens, positions, segments, system, np.zeros(shape, bool), slots(system, width))
