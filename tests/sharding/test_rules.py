@@ -1,0 +1,115 @@
+"""Every leaf of every family matches one rule and every rule some leaf; what does not divide is refused or replicated."""
+
+import re
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from calyrex_jax.backbones import decoder
+from calyrex_jax.core import trees
+from calyrex_jax.core.errors import UserError
+from calyrex_jax.sharding import rules
+from calyrex_jax.sharding.mesh import make_mesh
+from tests import tiny
+
+BIASED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
+
+
+def mesh_of(data=1, fsdp=1, tensor=1):
+    """What the rules read of a mesh, of more devices than there are."""
+    return SimpleNamespace(shape={"data": data, "fsdp": fsdp, "tensor": tensor})
+
+
+def leaves_of(name, **changes):
+    return decoder.abstract_params(tiny.spec(name, **changes), jnp.float32)
+
+
+def adapter_leaves():
+    return jax.eval_shape(tiny.model(tiny.spec(), "every").init_adapters, jax.random.key(0))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "biased"])
+def test_every_backbone_leaf_has_one_rule(name):
+    tree = leaves_of("llama", **BIASED) if name == "biased" else leaves_of(name)
+    for path, leaf in trees.flatten(tree).items():
+        found = [spec for pattern, spec in rules.BACKBONE_RULES if re.fullmatch(pattern, path)]
+        assert len(found) == 1, path
+        assert len(found[0]) in (0, leaf.ndim), path
+
+
+def test_every_rule_has_a_leaf():
+    paths = {path for tree in (leaves_of("llama", **BIASED), leaves_of("gpt2")) for path in trees.flatten(tree)}
+    for pattern, _ in rules.BACKBONE_RULES:
+        assert any(re.fullmatch(pattern, path) for path in paths), pattern
+    paths = set(trees.flatten(adapter_leaves()))
+    for pattern, _ in rules.ADAPTER_RULES:
+        assert any(re.fullmatch(pattern, path) for path in paths), pattern
+
+
+def test_matrices_are_sharded_both_ways_and_never_over_layers():
+    tree = leaves_of("llama", **BIASED, vocab_size=96)
+    specs = trees.flatten(rules.specs(tree, rules.BACKBONE_RULES, mesh_of(fsdp=2, tensor=2)))
+    assert specs["layers/attn/w_q"] == P(None, "fsdp", "tensor", None)
+    assert specs["layers/attn/w_o"] == P(None, "tensor", None, "fsdp")
+    assert specs["layers/mlp/w_down"] == P(None, "tensor", "fsdp")
+    assert specs["embed/tokens"] == P("tensor", "fsdp")
+    for path, spec in specs.items():
+        assert not path.startswith("layers/") or not len(spec) or spec[0] is None, path
+    cal = trees.flatten(rules.specs(adapter_leaves(), rules.ADAPTER_RULES, mesh_of(fsdp=2, tensor=2)))
+    assert cal["cal/boundary_1/w_up"] == P("fsdp", "tensor")
+    assert cal["cal/boundary_1/attn_norm"] == P()
+
+
+def test_fewer_key_value_heads_than_shards_are_replicated():
+    tree = leaves_of("llama", **BIASED, vocab_size=96)  # 4 query heads, 2 key/value heads
+    specs = trees.flatten(rules.specs(tree, rules.BACKBONE_RULES, mesh_of(tensor=4)))
+    for name in "kv":
+        assert specs[f"layers/attn/w_{name}"] == P(None, "fsdp", None, None)
+        assert specs[f"layers/attn/b_{name}"] == P(None, None, None)
+    assert specs["layers/attn/w_q"] == P(None, "fsdp", "tensor", None)
+
+
+def test_a_dimension_that_does_not_divide_is_refused_by_name():
+    with pytest.raises(UserError, match=r"mesh\.tensor=2: dimension 0 of embed/tokens, 97, does not divide"):
+        rules.specs(leaves_of("llama"), rules.BACKBONE_RULES, mesh_of(tensor=2))
+    with pytest.raises(UserError, match=r"mesh\.fsdp=3: dimension .* 32, does not divide"):
+        rules.specs(leaves_of("llama"), rules.BACKBONE_RULES, mesh_of(fsdp=3))
+
+
+def test_an_unknown_leaf_is_an_error():
+    with pytest.raises(ValueError, match="leaf cal/boundary_1/w_new matches 0 rules"):
+        rules.specs({"cal": {"boundary_1": {"w_new": np.zeros((2, 2))}}}, rules.ADAPTER_RULES, mesh_of())
+
+
+def test_shardings_place_arrays():
+    mesh = make_mesh()
+    tree = {"cal": {"boundary_1": {"w_up": jnp.ones((4, 6))}}}
+    placed = jax.device_put(tree, rules.shardings(tree, rules.ADAPTER_RULES, mesh))
+    np.testing.assert_array_equal(placed["cal"]["boundary_1"]["w_up"], np.ones((4, 6)))
+    assert rules.batch_sharding(mesh).spec == P(("data", "fsdp"))
+    assert rules.replicated(mesh).spec == P()
+
+
+def test_the_mesh_takes_what_there_is():
+    assert dict(make_mesh().shape) == {"data": 1, "fsdp": 1, "tensor": 1}
+    assert dict(make_mesh(1, -1, 1).shape) == {"data": 1, "fsdp": 1, "tensor": 1}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ((0, 1, 1), "mesh.data must be at least 1, or -1"),
+        ((-1, -1, 1), "only one axis can be -1"),
+        ((-1, 3, 1), "3 does not divide 8 devices"),
+        ((2, 2, 1), "makes 4 devices, but there are 8"),
+        ((1, 1, -2), "mesh.tensor must be at least 1, or -1"),
+    ],
+)
+def test_a_mesh_that_does_not_fit(sizes, said):
+    with pytest.raises(UserError) as caught:
+        make_mesh(*sizes, devices=jax.devices() * 8)
+    assert said in str(caught.value)
