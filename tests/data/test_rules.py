@@ -141,7 +141,7 @@ def test_frozen_replies_are_right_and_fit():
     assert (ASSETS / "answers.jsonl").stat().st_size < 1_000_000
     replies = frozen_replies()
     right = [question for question in questions() if question.prompt["id"] in replies]
-    assert len(right) >= 400
+    assert len(right) >= 600
     for question in right:
         assert question.split == "train" and is_answered(replies[question.prompt["id"]], question.answers, question.needed)
 
