@@ -24,11 +24,14 @@ _OUTPUT = flags.DEFINE_string("output", "", "score, generate: the JSONL file to 
 def _parse(argv: list[str]) -> None:
     try:
         rest = flags.FLAGS(argv)
-    except SystemExit:
-        raise
-    # absl would exit with 1 and config files can raise anything: all of it is the user's to mend
-    except Exception as error:
-        raise UserError(f"command line: {' '.join(str(error).split())}") from None
+        if _CONFIG.value is not None:
+            _CONFIG.value.keys()  # a file that could not be read says so only when it is touched
+    # absl would exit with 1 and config files can raise anything, also SystemExit: all of it is the user's to mend
+    except (Exception, SystemExit) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+        if said[0] in "\"'":  # a KeyError's text is the name alone
+            said = f"the config has no field {said.strip(said[0])}; calyrex_jax/config.py lists all"
+        raise UserError(f"command line: {said}") from None
     if len(rest) > 1:
         raise UserError(f"command line: {rest[1]!r} is not understood; flags look like --mode=train")
     if _CONFIG.value is None:
@@ -50,6 +53,9 @@ def _run() -> int:
 
 def main(argv: list[str]) -> int:
     """Runs one mode; returns the exit status."""
+    if "--help" in argv:
+        print(__doc__, flags.FLAGS.module_help(sys.modules[__name__]), sep="\n")
+        return 0
     try:
         _parse(argv)
         return _run()
