@@ -96,7 +96,7 @@ def arguments(config, workdir: Path, mode: str = "train", **more) -> list[str]:
     plain, found = default_config(), []
     for group, fields in config.items():
         found += [f"--config.{group}.{k}={v}" for k, v in fields.items() if plain[group][k] != v]
-    found += [f"--config={ROOT / 'configs/smollm2_late8th.py'}", f"--workdir={workdir}", f"--mode={mode}"]
+    found += [f"--config={ROOT / 'tests/plain_config.py'}", f"--workdir={workdir}", f"--mode={mode}"]
     return found + [f"--{name}={value}" for name, value in more.items()]
 
 
