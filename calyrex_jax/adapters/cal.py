@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from calyrex_jax.adapters.api import Site, boundary_key
 from calyrex_jax.core.errors import UserError
+from calyrex_jax.core.numerics import matmul
 from calyrex_jax.core.types import Array, Tree
 
 
@@ -111,8 +112,7 @@ class CalBlock(nn.Module):
     def keys_values(self, x: Array, positions: Array) -> tuple[Array, Array]:
         """[B, S, D] -> keys and values [B, S, K, H]."""
         normed = _rms_norm(x, self.attn_norm, self.config.norm_eps)
-        k = jnp.einsum("bsd,dkh->bskh", normed, self.w_k.astype(x.dtype))
-        v = jnp.einsum("bsd,dkh->bskh", normed, self.w_v.astype(x.dtype))
+        k, v = matmul(normed, self.w_k), matmul(normed, self.w_v)
         if self.config.rope_theta is not None:
             k = _rotate(k, positions, self.config.rope_theta)
         return k, v
@@ -121,13 +121,12 @@ class CalBlock(nn.Module):
         """X'' of the module's equations; mask [B, T, S], sees_span [B, T]."""
         out = x
         if k.shape[1]:  # no slot at all: nobody sees anything, attention adds zero
-            q = jnp.einsum("btd,dnh->btnh", _rms_norm(x, self.attn_norm, self.config.norm_eps), self.w_q.astype(x.dtype))
+            q = matmul(_rms_norm(x, self.attn_norm, self.config.norm_eps), self.w_q)
             if self.config.rope_theta is not None:
                 q = _rotate(q, positions, self.config.rope_theta)
-            out = out + jnp.einsum("btnh,nhd->btd", attend(q, k, v, mask), self.w_o.astype(x.dtype))
+            out = out + matmul(attend(q, k, v, mask), self.w_o, 2)
         normed = _rms_norm(out, self.mlp_norm, self.config.norm_eps)
-        gate = jax.nn.silu(normed @ self.w_gate.astype(x.dtype))
-        out = out + (gate * (normed @ self.w_up.astype(x.dtype))) @ self.w_down.astype(x.dtype)
+        out = out + matmul(jax.nn.silu(matmul(normed, self.w_gate)) * matmul(normed, self.w_up), self.w_down)
         return jnp.where(sees_span[..., None], out, x) if self.config.gate_mlp_by_span else out
 
 
@@ -147,8 +146,10 @@ class Cal:
         none = jnp.zeros((1, 0, self.config.num_kv_heads, self.config.head_dim))
         arguments = (jnp.zeros((1, 1, width)), jnp.zeros((1, 1), jnp.int32), none, none)
         masks = (jnp.zeros((1, 1, 0), bool), jnp.zeros((1, 1), bool))
+        # jitted: linen's init runs the block once, which op by op would compile dozens of programs
+        init = jax.jit(lambda key: block.init(key, *arguments, *masks)["params"])
         keys = jax.random.split(key, len(self.boundaries))
-        return {boundary_key(b): block.init(k, *arguments, *masks)["params"] for b, k in zip(self.boundaries, keys)}
+        return {boundary_key(b): init(k) for b, k in zip(self.boundaries, keys)}
 
     def apply(self, params: Tree, site: Site) -> jax.Array:
         return self._whole(params, site)[0]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from calyrex_jax.backbones.spec import DecoderSpec
+from calyrex_jax.core.numerics import matmul
 
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -28,7 +29,7 @@ def linear(name: str, x: jax.Array, w: jax.Array, b: jax.Array | None = None, co
     """
     if w.ndim <= contract:
         raise ValueError(f"{name} has shape {w.shape}; expected more than {contract} dimensions")
-    y = jnp.tensordot(x, w, axes=contract, preferred_element_type=x.dtype)
+    y = matmul(x, w, contract)
     return y if b is None else y + b
 
 

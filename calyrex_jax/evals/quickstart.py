@@ -50,38 +50,38 @@ def evaluate(
     DIR/evaluation/VARIANT.jsonl; `check()` is called after every batch and may raise to stop.
     """
     items = judge.items()
+    replies = _replies(judge, backbone, variants, items, show, check)
     found: dict[str, dict] = {"by_rule": {}}
+    measured = {}
     for name, adapters in variants.items():
-        params = {"backbone": backbone, "adapters": adapters}
-        replies = _replies(judge, params, items, f"evaluating {name}", show, check)
-        verdicts = [rules.check(item, reply) for item, reply in zip(items, replies)]
-        _write_items(directory / "evaluation" / f"{name}.jsonl", items, replies, verdicts)
+        verdicts = [rules.check(item, reply) for item, reply in zip(items, replies[name])]
+        _write_items(directory / "evaluation" / f"{name}.jsonl", items, replies[name], verdicts)
         cells, found["by_rule"][name] = _figures(items, verdicts)
-        logprobs, counts = plain_chat_logprobs(judge, params, f"perplexity {name}", show, check)
-        found[name] = cells | {"perplexity": stats.perplexity(logprobs, counts)}
-        found.setdefault("_logprobs", {})[name] = (logprobs, counts)
-    measured = found.pop("_logprobs")
+        params = {"backbone": backbone, "adapters": adapters}
+        measured[name] = plain_chat_logprobs(judge, params, f"perplexity, {name}", show, check)
+        found[name] = cells | {"perplexity": stats.perplexity(*measured[name])}
     if {"frozen", "adapted"} <= measured.keys():
         change = np.subtract(measured["adapted"][0], measured["frozen"][0])
         found["perplexity_ratio"] = stats.perplexity(change, measured["frozen"][1])
     return found
 
 
-def _replies(judge: Judge, params: Tree, items: Sequence[rules.Item], phase: str, show: Metrics, check) -> list[str]:
+def _replies(judge: Judge, backbone: Tree, variants: dict[str, Tree], items, show: Metrics, check) -> dict[str, list[str]]:
     where = [item.id for item in items]
     prompts = [
         chat.encode(judge.tokenizer, list(item.messages), for_generation=True, policy=judge.policy, where=item.id)
         for item in items
     ]
-    with show.phase(phase, len(prompts), unit="reply") as bar:
+    with show.phase("evaluating", len(prompts) * len(variants), unit="reply") as bar:
 
         def advance(done: int, tokens: int) -> None:
             bar.update(done - bar.done)
             check()
 
-        replies = loop.generate(
+        replies = loop.compare(
             judge.model,
-            params,
+            backbone,
+            variants,
             prompts,
             max_new_tokens=judge.max_new_tokens,
             stop_ids=judge.stop_ids,
@@ -91,7 +91,7 @@ def _replies(judge: Judge, params: Tree, items: Sequence[rules.Item], phase: str
             where=where,
             progress=advance,
         )
-    return [judge.tokenizer.decode(reply.text_tokens) for reply in replies]
+    return {name: [judge.tokenizer.decode(reply.text_tokens) for reply in found] for name, found in replies.items()}
 
 
 def plain_chat_logprobs(judge: Judge, params: Tree, phase: str, show: Metrics, check) -> tuple[np.ndarray, np.ndarray]:

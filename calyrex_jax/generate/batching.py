@@ -15,6 +15,7 @@ from calyrex_jax.core.types import Batch, bucket, slots
 from calyrex_jax.sharding.mesh import AXES
 from calyrex_jax.sharding.rules import batch_sharding
 
+_SPAN = 64  # the narrowest span: attention onto a few more slots costs less than another compilation
 _WINDOW = 16  # batches that are sorted together: lines come out at most this many batches after their turn
 
 
@@ -49,7 +50,7 @@ def assemble(chosen: Sequence[Sequenced], batch_size: int, pad_id: int, left_pad
         tokens[row, at], system[row, at] = conversation.tokens, conversation.system
         positions[row, at], segments[row, at] = np.arange(size), 1
     width = int(system.sum(-1).max())
-    span = slots(system, bucket(width) if width else 0)
+    span = slots(system, bucket(width, _SPAN) if width else 0)
     return Batch(tokens, positions, segments, system, np.zeros_like(system), span)
 
 

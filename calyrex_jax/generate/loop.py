@@ -111,6 +111,51 @@ def _replies(run, prompts, size: int, pad_id: int, mesh, progress) -> Iterator[R
             following += 1
 
 
+def compare(
+    model: Model,
+    backbone: Tree,
+    variants: dict[str, Tree],
+    prompts: Sequence[Sequenced],
+    *,
+    max_new_tokens: int,
+    stop_ids: Iterable[int],
+    pad_id: int,
+    batch_size: int = 8,
+    vocab_limit: int | None = None,
+    where: Sequence[str] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, list[Reply]]:
+    """Greedy replies of several trained states of the same adapters, {variant: replies in input order}.
+
+    The layers below the first boundary read each prompt once for all of them; options and errors are those of `stream`.
+    """
+    check(model.spec, prompts, max_new_tokens, where)
+    limit = model.spec.vocab_size if vocab_limit is None else vocab_limit
+    stops = np.asarray(sorted(set(stop_ids)), np.int32)
+    size = rows_of(batch_size, len(prompts), None)
+    found: dict[str, dict[int, Reply]] = {name: {} for name in variants}
+    tokens = 0
+    for chosen in plan([len(p.tokens) for p in prompts], max(size, 1)):
+        batch = assemble([prompts[row] for row in chosen], size, pad_id, left_pad=True)
+        prefix = _prefix(model, max_new_tokens, backbone, batch)
+        for name, adapters in variants.items():
+            params = {"backbone": backbone, "adapters": adapters}
+            run = partial(_run, model, max_new_tokens, Sampling(), limit, params, stops, np.uint32(0))
+            made, lengths, stopped = jax.device_get(run(batch, np.arange(size, dtype=np.int32), prefix))
+            for at, row in enumerate(chosen):
+                reply = tuple(made[at, : lengths[at]].tolist())
+                found[name][row] = Reply(reply, "stop" if stopped[at] else "length", row)
+                tokens += len(reply)
+            if progress is not None:
+                progress(sum(map(len, found.values())), tokens)
+    return {name: [replies[row] for row in range(len(prompts))] for name, replies in found.items()}
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _prefix(model: Model, new_tokens: int, backbone: Tree, batch: Batch):
+    return model.prefill_prefix(backbone, batch, batch.tokens.shape[1] + new_tokens, new_tokens)
+
+
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _run(
     model: Model,
@@ -122,6 +167,7 @@ def _run(
     seed: Array,
     batch: Batch,
     rows: Array,
+    prefix: tuple | None = None,
 ) -> tuple[Array, Array, Array]:
     """Prompts in, replies out: tokens [B, new_tokens] int32, lengths [B] int32, stopped [B] bool."""
 
@@ -135,7 +181,7 @@ def _run(
         return made, lengths, stopped | (token[:, None] == stops).any(-1)
 
     count = rows.shape[0]
-    x, state = model.prefill(params, batch, batch.tokens.shape[1] + new_tokens, new_tokens)
+    x, state = model.prefill(params, batch, batch.tokens.shape[1] + new_tokens, new_tokens, prefix)
     step = jnp.zeros((), jnp.int32)
     token = pick(x, step)
     fresh = jnp.zeros((count, new_tokens), jnp.int32), jnp.zeros(count, jnp.int32), ~(batch.segments > 0).any(-1)
