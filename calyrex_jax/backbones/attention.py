@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -16,7 +17,15 @@ from calyrex_jax.backbones.spec import DecoderSpec
 MASKED = -1e30  # finite: -inf minus -inf would be NaN in a row without any key
 _MAX_CHUNK = 1024  # queries at once
 _MIN_CHUNK = 128
+_PIECES, _MIN_PIECE = 4, 64
 _CHUNK_SCORES = 1024 * 4096  # scores a head and row at once, so that long prompts do not need T * T of them
+
+
+class Tokens(NamedTuple):
+    """Where tokens stand: positions and segments, [B, T] int32 each; segment 0 is padding or an empty slot."""
+
+    positions: jax.Array
+    segments: jax.Array
 
 
 @flax.struct.dataclass
@@ -33,16 +42,10 @@ class Context:
     sin: jax.Array | None = None
 
 
-def visible(
-    q_positions: jax.Array,
-    q_segments: jax.Array,
-    k_positions: jax.Array,
-    k_segments: jax.Array,
-    window: jax.Array | int | None,
-) -> jax.Array:
+def visible(queries: Tokens, keys: Tokens, window: jax.Array | int | None) -> jax.Array:
     """[B, T, S] bool: same segment, not padding, not later than the query, and within its window of latest positions."""
-    q_positions, q_segments = q_positions[:, :, None], q_segments[:, :, None]
-    k_positions, k_segments = k_positions[:, None, :], k_segments[:, None, :]
+    q_positions, q_segments = queries.positions[:, :, None], queries.segments[:, :, None]
+    k_positions, k_segments = keys.positions[:, None, :], keys.segments[:, None, :]
     mask = (q_segments == k_segments) & (q_segments != 0) & (k_positions <= q_positions)
     return mask if window is None else mask & (q_positions - k_positions < window)
 
@@ -54,17 +57,41 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
     an exact zero, not the mean of what is masked, and its gradients are zero too.
     """
     b, t, n, h = q.shape
-    groups = n // k.shape[2]
-    q = q.reshape(b, t, k.shape[2], groups, h)
-    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32)
-    mask = mask[:, None, None]
-    scores = jnp.where(mask, scores, MASKED)
-    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-    weights = jnp.where(mask, jnp.exp(scores - top), 0.0)
-    total = jnp.sum(weights, axis=-1)  # at least 1 where any key is seen, else 0
-    out = jnp.einsum("bkgts,bskh->btkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    out = out / jnp.maximum(total, 0.5).transpose(0, 3, 1, 2)[..., None]
-    return out.reshape(b, t, n, h).astype(v.dtype)
+    heads, groups = k.shape[2], n // k.shape[2]
+    # the queries of a group are rows of one matrix product, and heads lead: a fifth faster on CPUs than one einsum
+    q = q.reshape(b, t, heads, groups, h).transpose(0, 2, 3, 1, 4).reshape(b, heads, groups * t, h)
+    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    scores = jnp.einsum("bkqh,bksh->bkqs", q, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask[:, None, None], scores.reshape(b, heads, groups, t, -1), MASKED)
+    # MASKED lies so far below this bound that exp gives an exact zero, also where a row has nothing but MASKED
+    top = jnp.maximum(jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)), MASKED / 10)
+    weights = jnp.exp(scores - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)  # at least 1 where any key is seen, else 0
+    weights = weights.astype(v.dtype).reshape(b, heads, groups * t, -1)
+    out = jnp.einsum("bkqs,bksh->bkqh", weights, v, preferred_element_type=jnp.float32)
+    out = out.reshape(b, heads, groups, t, h) / jnp.maximum(total, 0.5)
+    return out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, h).astype(v.dtype)
+
+
+def attend_tokens(
+    q: jax.Array, k: jax.Array, v: jax.Array, queries: Tokens, keys: Tokens, window: jax.Array | int | None, ordered: bool
+) -> jax.Array:
+    """`attend` with the mask that positions and segments imply, without T * S scores at once.
+
+    ordered says that queries and keys are the same tokens, so that no key in a later slot is seen: the queries are taken
+    in pieces, each with the keys up to its end, which saves three eighths of the scores.
+    """
+    t = q.shape[1]
+    pieces = min(_PIECES, max(1, t // _MIN_PIECE)) if ordered else 1
+    size = -(-t // pieces)
+    out = []
+    for low in range(0, t, size):
+        high = min(low + size, t)
+        stop = high if ordered else k.shape[1]
+        part = Tokens(queries.positions[:, low:high], queries.segments[:, low:high])
+        seen = Tokens(keys.positions[:, :stop], keys.segments[:, :stop])
+        out.append(_attend_in_chunks(q[:, low:high], k[:, :stop], v[:, :stop], part, seen, window))
+    return out[0] if len(out) == 1 else jnp.concatenate(out, axis=1)
 
 
 def chunk_size(queries: int, keys: int) -> int:
@@ -73,14 +100,13 @@ def chunk_size(queries: int, keys: int) -> int:
     return -(-queries // -(-queries // limit))
 
 
-def attend_in_chunks(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask_of: Callable[[jax.Array, jax.Array], jax.Array], context: Context
+def _attend_in_chunks(
+    q: jax.Array, k: jax.Array, v: jax.Array, queries: Tokens, keys: Tokens, window: jax.Array | int | None
 ) -> jax.Array:
-    """`attend` over chunks of queries; mask_of(positions, segments) gives the mask of some of them."""
     b, t = q.shape[:2]
     size = chunk_size(t, k.shape[1])
     if size == t:
-        return attend(q, k, v, mask_of(context.positions, context.segments))
+        return attend(q, k, v, visible(queries, keys, window))
     count = -(-t // size)
 
     def split(array: jax.Array) -> jax.Array:
@@ -90,11 +116,10 @@ def attend_in_chunks(
 
     # recomputing a chunk's scores in the backward pass keeps them, too, from existing all at once
     @jax.checkpoint
-    def one(chunk):
-        queries, positions, segments = chunk
-        return attend(queries, k, v, mask_of(positions, segments))
+    def one(chunk: tuple[jax.Array, Tokens]) -> jax.Array:
+        return attend(chunk[0], k, v, visible(chunk[1], keys, window))
 
-    out = jax.lax.map(one, (split(q), split(context.positions), split(context.segments)))
+    out = jax.lax.map(one, (split(q), jax.tree.map(split, queries)))
     return out.swapaxes(0, 1).reshape(b, count * size, *q.shape[2:])[:, :t]
 
 

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 
 from calyrex_jax.backbones.spec import DecoderSpec
 from calyrex_jax.core.errors import UserError
+from calyrex_jax.core.numerics import storage_type
 
 
 @flax.struct.dataclass
 class Cache:
     """Keys and values of the tokens so far.
 
-    k, v       [L, B, C, K, H]; rotated keys
+    k, v       [L, B, C, K, H] in `numerics.storage_type`; rotated keys
     positions  [B, C] int32
     segments   [B, C] int32; 0 marks an empty slot or padding
     start      int32 scalar: the slot where the tokens of the present step are written
@@ -33,6 +34,7 @@ def init_cache(spec: DecoderSpec, batch: int, capacity: int, dtype: jax.typing.D
     """An empty cache for `batch` rows of `capacity` slots."""
     shape = (spec.num_layers, batch, capacity, spec.num_kv_heads, spec.head_dim)
     slots = jnp.zeros((batch, capacity), jnp.int32)
+    dtype = storage_type(dtype)
     # two buffers, so that a caller may donate the cache
     return Cache(
         k=jnp.zeros(shape, dtype),

@@ -7,13 +7,16 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 
-from calyrex_jax.backbones.attention import Attention, Context, attend_in_chunks, visible
+from calyrex_jax.backbones.attention import Attention, Context, Tokens, attend_tokens
 from calyrex_jax.backbones.cache import Cache
 from calyrex_jax.backbones.layers import Mlp, Norm, norm
 from calyrex_jax.backbones.rope import phases
 from calyrex_jax.backbones.spec import DecoderSpec
+from calyrex_jax.core.numerics import put, take_layer
+from calyrex_jax.core.trees import flatten, unflatten
 from calyrex_jax.core.types import Tree
 
 __all__ = [
@@ -43,31 +46,41 @@ class DecoderLayer(nn.Module):
         return x + Mlp(self.spec, name="mlp")(Norm(self.spec, name="mlp_norm")(x)), state
 
 
-def init_params(spec: DecoderSpec, key: jax.Array, dtype: jax.typing.DTypeLike) -> Tree:
-    """A random backbone, for tests and benchmarks: normal(0, 0.02) matrices, the tree as the weights' loader builds it."""
-    keys = jax.random.split(key, 4)
-    normal = nn.initializers.normal(0.02)
-    x = jnp.zeros((1, 1, spec.embed_dim), dtype)
-    context = make_context(spec, jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), jnp.int32))
+def abstract_params(spec: DecoderSpec, dtype: jax.typing.DTypeLike) -> Tree:
+    """The backbone's tree as jax.ShapeDtypeStruct leaves; allocates nothing."""
 
-    def layer(key: jax.Array) -> Tree:
-        return DecoderLayer(spec).init(key, x, context, 0, lambda q, k, v: (q, None))["params"]
+    def leaf(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
 
+    x, rows = leaf(1, 1, spec.embed_dim), jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    context = jax.eval_shape(functools.partial(make_context, spec), rows, rows)
+    layer = jax.eval_shape(
+        lambda x, context: DecoderLayer(spec).init(jax.random.key(0), x, context, 0, lambda q, k, v: (q, None)), x, context
+    )["params"]
     tree = {
-        "embed": {"tokens": normal(keys[0], (spec.vocab_size, spec.embed_dim), dtype)},
-        "layers": jax.vmap(layer)(jax.random.split(keys[1], spec.num_layers)),
-        "final_norm": Norm(spec).init(keys[2], x)["params"],
+        "embed": {"tokens": leaf(spec.vocab_size, spec.embed_dim)},
+        "layers": jax.tree.map(lambda one: leaf(spec.num_layers, *one.shape), layer),
+        "final_norm": jax.eval_shape(Norm(spec).init, jax.random.key(0), x)["params"],
     }
     if spec.learned_positions:
-        tree["embed"]["positions"] = normal(keys[2], (spec.max_positions, spec.embed_dim), dtype)
+        tree["embed"]["positions"] = leaf(spec.max_positions, spec.embed_dim)
     if not spec.tied:
-        tree["head"] = {"w": normal(keys[3], (spec.vocab_size, spec.embed_dim), dtype)}
+        tree["head"] = {"w": leaf(spec.vocab_size, spec.embed_dim)}
     return tree
 
 
-def abstract_params(spec: DecoderSpec, dtype: jax.typing.DTypeLike) -> Tree:
-    """The backbone's tree as jax.ShapeDtypeStruct leaves; allocates nothing."""
-    return jax.eval_shape(lambda key: init_params(spec, key, dtype), jax.random.key(0))
+@functools.partial(jax.jit, static_argnames=("spec", "dtype"))
+def init_params(spec: DecoderSpec, key: jax.Array, dtype: jax.typing.DTypeLike) -> Tree:
+    """A random backbone, for tests and benchmarks: normal(0, 0.02) but for norms, which start as the identity."""
+    leaves = flatten(abstract_params(spec, dtype))
+    drawn = [path for path in leaves if "norm" not in path]
+    # one draw, cut up: a generator for every leaf would take seconds to compile
+    ends = np.cumsum([leaves[path].size for path in drawn])
+    parts = jnp.split(0.02 * jax.random.normal(key, (int(ends[-1]),), dtype), ends[:-1])
+    made = {path: part.reshape(leaves[path].shape) for path, part in zip(drawn, parts, strict=True)}
+    for path in leaves.keys() - made.keys():
+        made[path] = jnp.full(leaves[path].shape, path.endswith("scale"), dtype)
+    return unflatten(made)
 
 
 def embed(spec: DecoderSpec, backbone: Tree, tokens: jax.Array, positions: jax.Array) -> jax.Array:
@@ -118,29 +131,27 @@ def run_layers(
     layers is the whole stack: each layer is taken from it inside the scan, since a slice taken outside would be a copy.
     Without a cache the T tokens attend to each other. With one, `extend`ed for them beforehand, their keys and values
     are written to it; they attend to each other alone where `fill` (the cache was empty), else to all of it.
+    Within a segment of x, positions must rise from slot to slot.
     """
     if start == stop:
         return x, cache
-    keys = context if cache is None or fill else cache
-    windows = spec.windows[start:stop]
-    shared = windows[0] if len(set(windows)) == 1 else -1
-    # one mask serves all layers unless their windows differ; the largest int32 stands for "no window"
-    limits = jnp.asarray([2**31 - 1 if window is None else window for window in spec.windows], jnp.int32)
+    tokens = Tokens(context.positions, context.segments)
+    among_themselves = cache is None or fill
+    keys = tokens if among_themselves else Tokens(cache.positions, cache.segments)
+    window_of = _windows(spec, start, stop)
 
     def body(carry, layer):
         x, k_all, v_all = carry
-        window = shared if shared != -1 else limits[layer]
-        mask_of = functools.partial(_mask, keys=keys, window=window)
 
         def attention(q, k, v):
-            if cache is None:
-                return attend_in_chunks(q, k, v, mask_of, context), (None, None)
-            new = tuple(_write(buffer, values, layer, cache.start) for buffer, values in ((k_all, k), (v_all, v)))
-            if not fill:
-                k, v = (jax.lax.dynamic_index_in_dim(buffer, layer, keepdims=False) for buffer in new)
-            return attend_in_chunks(q, k, v, mask_of, context), new
+            new = (None, None)
+            if cache is not None:
+                new = _write(k_all, k, layer, cache.start), _write(v_all, v, layer, cache.start)
+            if not among_themselves:
+                k, v = (take_layer(buffer, layer, v.dtype) for buffer in new)
+            return attend_tokens(q, k, v, tokens, keys, window_of(layer), ordered=among_themselves), new
 
-        params = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False), layers)
+        params = jax.tree.map(lambda leaf: take_layer(leaf, layer), layers)
         x, new = DecoderLayer(spec).apply({"params": params}, x, context, layer, attention)
         return (x, *new), None
 
@@ -149,13 +160,18 @@ def run_layers(
     return x, cache if cache is None else cache.replace(k=k_all, v=v_all)
 
 
-def _mask(positions: jax.Array, segments: jax.Array, keys: Context | Cache, window: jax.Array | int | None) -> jax.Array:
-    return visible(positions, segments, keys.positions, keys.segments, window)
+def _windows(spec: DecoderSpec, start: int, stop: int) -> Callable[[jax.Array], jax.Array | int | None]:
+    """The window of a traced layer index; a static one where layers start … stop - 1 agree, so that one mask serves all."""
+    if len(set(spec.windows[start:stop])) == 1:
+        return lambda layer: spec.windows[start]
+    unlimited = 2**31 - 1
+    limits = jnp.asarray([unlimited if window is None else window for window in spec.windows], jnp.int32)
+    return lambda layer: limits[layer]
 
 
 def _write(buffer: jax.Array, values: jax.Array, layer: jax.Array, slot: jax.Array) -> jax.Array:
     """Puts [B, T, K, H] into the buffer [L, B, C, K, H] at one layer and slot; in place, as the scan owns the buffer."""
-    return jax.lax.dynamic_update_slice(buffer, values[None].astype(buffer.dtype), (layer, 0, slot, 0, 0))
+    return put(buffer, values[None], (layer, 0, slot, 0, 0))
 
 
 def final_norm(spec: DecoderSpec, backbone: Tree, x: jax.Array) -> jax.Array:
