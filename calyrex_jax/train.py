@@ -142,9 +142,11 @@ def _train(
     meter = Meter()
     step = int(state.step)
 
-    def save() -> None:
+    def save(wait: bool = False) -> None:
         data_state = {"batches": batches.get_state(), "seconds": seconds_before + time.monotonic() - started}
         saved.save(int(state.step), state.trainable, optimizer_item(state), data_state, force=True)
+        if wait:
+            saved.wait()
 
     with show.phase("training", config.train.steps, unit="step", initial=step) as bar:
         while step < config.train.steps:
@@ -158,20 +160,19 @@ def _train(
             if step % config.train.log_every == 0 or step == config.train.steps:
                 show.log(step, meter.flush() | {"learning_rate": float(rate(step - 1)), "epoch": info.epoch})
             if step % config.train.save_every == 0 or step == config.train.steps or stop.status:
-                save()
-            if stop.status:
-                saved.wait()
-                stop.check()
+                save(wait=bool(stop.status))
+            stop.check()
     batches.close()
     saved.close()
 
     # What came of it.
     if trees.checksum(backbone) != checksum:
         raise RuntimeError("the frozen backbone changed during training; this run's result cannot be trusted")
+    last = meter.last or last_logged(directory)  # nothing was left to do but the evaluation
     report = {
         "steps": step,
-        "metrics": meter.last,
-        "tokens_per_second": meter.overall(),
+        "metrics": last,
+        "tokens_per_second": meter.overall() or last["tokens_per_second"],
         "wall_seconds": seconds_before + time.monotonic() - started,
         "peak_memory_bytes": peak_memory(),
         "parameters": {"frozen": trees.count(backbone), "trainable": trees.count(state.trainable)},
@@ -321,11 +322,17 @@ def make_batches(run: build.Run, examples, store: PrefixStore | None) -> pipelin
 def refuse_divergence(measured: dict, step: int, most: int, save) -> None:
     """Stops after `most` non-finite steps in a row; the parameters are those of the last finite step, and saved."""
     if measured["skipped"] >= most:
-        save()
+        save(wait=True)
         raise UserError(
             f"training: {most} steps in a row up to step {step} gave a loss or gradient that is not finite; the adapters are "
             "those of the last finite step; lower config.train.learning_rate, or look for broken rows in config.data.source"
         )
+
+
+def last_logged(directory: Path) -> dict:
+    """What `Meter.flush` gave at the last logged step of an earlier process."""
+    line = json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])
+    return {name: line[name] for name in ("loss", "grad_norm", "skipped", "tokens_per_second", "targets_per_second")}
 
 
 def read_losses(directory: Path) -> tuple[list[int], list[float]]:

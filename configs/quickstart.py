@@ -14,15 +14,17 @@ def get_config():
     config.backbone.dtype = "bfloat16"  # with float32 sums: about twice as fast where the processor has bfloat16 units
     config.adapter.placement = "late8th"
     config.data.source = "rules"
-    config.data.size = 1600
+    config.data.size = 2400
     config.data.max_length = 256
     config.data.packing = True  # about eleven conversations in four rows
     config.data.prefix_cache = "bfloat16"
-    config.train.steps = 300
+    config.train.steps = 700
     config.train.batch_size = 4
     config.train.learning_rate = 3e-3
-    config.train.warmup_steps = 15
+    config.train.warmup_steps = 20
+    config.train.beta2 = 0.99
     config.train.loss_chunk = 32
-    config.train.log_every = 5
+    config.eval.batch_size = 64
+    config.eval.max_new_tokens = 40
     config.eval.after_training = "rules"
     return config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -155,9 +156,15 @@ def run_layers(
         x, new = DecoderLayer(spec).apply({"params": params}, x, context, layer, attention)
         return (x, *new), None
 
+    body = jax.checkpoint(body, prevent_cse=False, policy=_all_but_slices)
     carry = (x, None, None) if cache is None else (x, cache.k, cache.v)
     (x, k_all, v_all), _ = jax.lax.scan(body, carry, jnp.arange(start, stop, dtype=jnp.int32))
     return x, cache if cache is None else cache.replace(k=k_all, v=v_all)
+
+
+def _all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:
+    """What the backward pass keeps: all that it needs but layers taken from the stack, which would be a second stack."""
+    return primitive.name not in ("dynamic_slice", "squeeze", "reshape", "transpose")
 
 
 def _windows(spec: DecoderSpec, start: int, stop: int) -> Callable[[jax.Array], jax.Array | int | None]:

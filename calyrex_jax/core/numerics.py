@@ -43,3 +43,28 @@ def _backward(contract: int, saved, g: Array):
 
 
 matmul.defvjp(_forward, _backward)
+
+
+def storage_type(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+    """The type of a buffer that is updated in place and holds `dtype`: uint16 for bfloat16 on CPUs, else the same.
+
+    XLA's CPU backend has no bfloat16 slices and updates: it would convert the whole buffer to float32 and back for each.
+    """
+    dtype = jnp.dtype(dtype)
+    return jnp.dtype(jnp.uint16) if dtype == jnp.bfloat16 and jax.default_backend() == "cpu" else dtype
+
+
+def take_layer(stack: Array, layer: Array, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+    """Entry `layer` of a stack [L, …] inside a scan over layers; `dtype` is what the stack holds, by default its own type."""
+    dtype = stack.dtype if dtype is None else jnp.dtype(dtype)
+    if stack.dtype != storage_type(dtype):
+        stack = jax.lax.bitcast_convert_type(stack, storage_type(dtype))
+    taken = jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)
+    return taken if taken.dtype == dtype else jax.lax.bitcast_convert_type(taken, dtype)
+
+
+def put(buffer: Array, values: Array, start: tuple) -> jax.Array:
+    """`buffer`, of `storage_type`, with `values` written at `start`; in place where the caller owns the buffer."""
+    if buffer.dtype == jnp.uint16:
+        values = jax.lax.bitcast_convert_type(values.astype(jnp.bfloat16), jnp.uint16)
+    return jax.lax.dynamic_update_slice(buffer, values.astype(buffer.dtype), start)
