@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from calyrex_jax.adapters.api import Site, boundary_key
 from calyrex_jax.core.errors import UserError
-from calyrex_jax.core.numerics import matmul
+from calyrex_jax.core.numerics import attend, matmul
 from calyrex_jax.core.types import Array, Tree
 
 
@@ -72,24 +72,6 @@ def _rotate(x: Array, positions: Array, theta: float) -> Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
-    """Grouped-query attention of q [B, T, N, H] over k, v [B, S, K, H] where mask [B, T, S]; [B, T, N, H].
-
-    A row of the mask without a true entry gives an exact zero, with finite gradients: neither NaN nor the mean of
-    what is masked.
-    """
-    batch, length, heads, width = q.shape
-    groups = q.reshape(batch, length, k.shape[2], heads // k.shape[2], width)
-    scores = jnp.einsum("btkgh,bskh->bkgts", groups, k, preferred_element_type=jnp.float32) * width**-0.5
-    seen = mask[:, None, None]
-    scores = jnp.where(seen, scores, -1e30)
-    weights = jnp.where(seen, jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True))), 0.0)
-    total = weights.sum(-1, keepdims=True)
-    weights = weights / jnp.where(total > 0, total, 1.0)
-    out = jnp.einsum("bkgts,bskh->btkgh", weights.astype(v.dtype), v)
-    return out.reshape(batch, length, heads, width)
-
-
 class CalBlock(nn.Module):
     """One CAL block; parameters in float32, arithmetic in the stream's type."""
 
@@ -124,7 +106,7 @@ class CalBlock(nn.Module):
             q = matmul(_rms_norm(x, self.attn_norm, self.config.norm_eps), self.w_q)
             if self.config.rope_theta is not None:
                 q = _rotate(q, positions, self.config.rope_theta)
-            out = out + matmul(attend(q, k, v, mask), self.w_o, 2)
+            out = out + matmul(attend(q * self.config.head_dim**-0.5, k, v, mask), self.w_o, 2)
         normed = _rms_norm(out, self.mlp_norm, self.config.norm_eps)
         out = out + matmul(jax.nn.silu(matmul(normed, self.w_gate)) * matmul(normed, self.w_up), self.w_down)
         return jnp.where(sees_span[..., None], out, x) if self.config.gate_mlp_by_span else out

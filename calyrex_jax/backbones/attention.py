@@ -13,8 +13,8 @@ from flax import linen as nn
 from calyrex_jax.backbones.layers import _WEIGHT, linear
 from calyrex_jax.backbones.rope import rotate
 from calyrex_jax.backbones.spec import DecoderSpec
+from calyrex_jax.core.numerics import attend
 
-MASKED = -1e30  # finite: -inf minus -inf would be NaN in a row without any key
 _MAX_CHUNK = 1024  # queries at once
 _MIN_CHUNK = 128
 _PIECES, _MIN_PIECE = 4, 64
@@ -48,29 +48,6 @@ def visible(queries: Tokens, keys: Tokens, window: jax.Array | int | None) -> ja
     k_positions, k_segments = keys.positions[:, None, :], keys.segments[:, None, :]
     mask = (q_segments == k_segments) & (q_segments != 0) & (k_positions <= q_positions)
     return mask if window is None else mask & (q_positions - k_positions < window)
-
-
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    """Softmax attention: q [B, T, N, H] already scaled, k and v [B, S, K, H], mask [B, T, S] bool -> [B, T, N, H].
-
-    Scores and softmax are float32: with 8 bits of mantissa, large scores lose their order. A query that sees no key gets
-    an exact zero, not the mean of what is masked, and its gradients are zero too.
-    """
-    b, t, n, h = q.shape
-    heads, groups = k.shape[2], n // k.shape[2]
-    # the queries of a group are rows of one matrix product, and heads lead: a fifth faster on CPUs than one einsum
-    q = q.reshape(b, t, heads, groups, h).transpose(0, 2, 3, 1, 4).reshape(b, heads, groups * t, h)
-    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    scores = jnp.einsum("bkqh,bksh->bkqs", q, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask[:, None, None], scores.reshape(b, heads, groups, t, -1), MASKED)
-    # MASKED lies so far below this bound that exp gives an exact zero, also where a row has nothing but MASKED
-    top = jnp.maximum(jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)), MASKED / 10)
-    weights = jnp.exp(scores - top)
-    total = jnp.sum(weights, axis=-1, keepdims=True)  # at least 1 where any key is seen, else 0
-    weights = weights.astype(v.dtype).reshape(b, heads, groups * t, -1)
-    out = jnp.einsum("bkqs,bksh->bkqh", weights, v, preferred_element_type=jnp.float32)
-    out = out.reshape(b, heads, groups, t, h) / jnp.maximum(total, 0.5)
-    return out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, h).astype(v.dtype)
 
 
 def attend_tokens(
