@@ -93,10 +93,10 @@ def make_config(model: Path, data: Path | str = "", **changes):
 
 def arguments(config, workdir: Path, mode: str = "train", **more) -> list[str]:
     """The command line that gives `config`, where it differs from the defaults."""
-    plain, found = default_config(), []
+    plain, found = default_config(), [f"--config={ROOT / 'tests/plain_config.py'}"]  # which must come before its fields
     for group, fields in config.items():
         found += [f"--config.{group}.{k}={v}" for k, v in fields.items() if plain[group][k] != v]
-    found += [f"--config={ROOT / 'tests/plain_config.py'}", f"--workdir={workdir}", f"--mode={mode}"]
+    found += [f"--workdir={workdir}", f"--mode={mode}"]
     return found + [f"--{name}={value}" for name, value in more.items()]
 
 
