@@ -140,6 +140,7 @@ def compare(name: str, ours: list[float], theirs: list[float] | None, aim: str =
 
 
 def rates(count: int, seconds: list[float] | None) -> list[float] | None:
+    """Units a second of each run; None where there was none."""
     return None if seconds is None else [count / s for s in seconds]
 
 
