@@ -14,11 +14,11 @@ def get_config():
     config.backbone.dtype = "bfloat16"  # with float32 sums: about twice as fast where the processor has bfloat16 units
     config.adapter.placement = "late8th"
     config.data.source = "rules"
-    config.data.size = 2400
+    config.data.size = 1600
     config.data.max_length = 256
     config.data.packing = True  # about eleven conversations in four rows
     config.data.prefix_cache = "bfloat16"
-    config.train.steps = 700
+    config.train.steps = 400
     config.train.batch_size = 4
     config.train.learning_rate = 3e-3
     config.train.warmup_steps = 20
