@@ -156,15 +156,21 @@ def run_layers(
         x, new = DecoderLayer(spec).apply({"params": params}, x, context, layer, attention)
         return (x, *new), None
 
-    body = jax.checkpoint(body, prevent_cse=False, policy=_all_but_slices)
     carry = (x, None, None) if cache is None else (x, cache.k, cache.v)
-    (x, k_all, v_all), _ = jax.lax.scan(body, carry, jnp.arange(start, stop, dtype=jnp.int32))
+    if stop - start == 1:
+        # XLA would unroll a loop of one step, then merge what the backward pass recomputes with the forward's own
+        (x, k_all, v_all), _ = body(carry, jnp.int32(start))
+    else:
+        body = jax.checkpoint(body, policy=_products, prevent_cse=False)
+        (x, k_all, v_all), _ = jax.lax.scan(body, carry, jnp.arange(start, stop, dtype=jnp.int32))
     return x, cache if cache is None else cache.replace(k=k_all, v=v_all)
 
 
-def _all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:
-    """What the backward pass keeps: all that it needs but layers taken from the stack, which would be a second stack."""
-    return primitive.name not in ("dynamic_slice", "squeeze", "reshape", "transpose")
+def _products(primitive: Any, *_: Any, **__: Any) -> bool:
+    """What the backward pass keeps: matrix products and the weights of attention. The rest is cheap to compute again, and
+    the layers taken from the stack are taken again: kept, they would be a second stack.
+    """
+    return primitive.name in ("dot_general", "exp")
 
 
 def _windows(spec: DecoderSpec, start: int, stop: int) -> Callable[[jax.Array], jax.Array | int | None]:
