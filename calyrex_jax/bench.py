@@ -164,7 +164,8 @@ def our_step(model: Model, backbone: Tree, batch: Batch) -> Callable[[], None]:
     """A call makes one whole step of training."""
     optimizer = make_optimizer(OptimizerConfig(1e-3, 1000), jax.eval_shape(model.init_adapters, jax.random.key(0)))
     step = jax.jit(make_train_step(model, optimizer), donate_argnums=0)
-    state = init_state(optimizer, model.init_adapters(jax.random.key(0)))
+    # jitted, so that no two leaves share a buffer: they are donated
+    state = jax.jit(lambda key: init_state(optimizer, model.init_adapters(key)))(jax.random.key(0))
 
     def run() -> None:
         nonlocal state

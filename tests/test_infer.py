@@ -181,7 +181,7 @@ BAD_LINES = {
     "empty messages": ('{"messages": []}', "bad.jsonl:2:"),
     "null content": ('{"messages": [{"role": "user", "content": null}]}', "null content"),
     "unknown role": ('{"messages": [{"role": "bot", "content": "a"}]}', "role 'bot'"),
-    "two users": (json.dumps({"messages": [{"role": "user", "content": "a"}] * 2}), "follows another 'user'"),
+    "two users": (json.dumps({"messages": [{"role": "user", "content": "a"}] * 2}), "messages[1]"),
     "bare NaN": ('{"messages": [{"role": "user", "content": "a"}], "x": NaN}', "bad.jsonl:2: NaN is not JSON"),
 }
 
