@@ -10,6 +10,7 @@ from calyrex_jax.adapters.cal import Cal, CalConfig
 from calyrex_jax.adapters.placement import boundaries
 from calyrex_jax.backbones import decoder
 from calyrex_jax.backbones.spec import DecoderSpec
+from calyrex_jax.core import trees
 from calyrex_jax.core.types import Batch, slots
 from calyrex_jax.model import Model
 
@@ -56,9 +57,19 @@ def spec(name="llama", **changes):
 
 
 def backbone(spec, seed=0, dtype=jnp.float32):
-    """Random weights large enough for attention to choose and for logits to differ."""
-    tree = decoder.init_params(spec, jax.random.key(seed), jnp.float32)
-    return jax.tree.map(lambda leaf: (leaf * 8 if leaf.ndim > 1 and leaf.std() < 0.1 else leaf).astype(dtype), tree)
+    """Random weights large enough for attention to choose and for logits to differ; norms around 1."""
+    return noise(decoder.abstract_params(spec, dtype), seed, size=0.2)
+
+
+def noise(tree, seed, size):
+    """Random leaves of the same shapes and types, drawn by numpy: jax would compile each shape's draw."""
+    rng = np.random.default_rng(seed)
+
+    def one(path, leaf):
+        around = 1.0 if "norm" in path and not path.endswith("bias") else 0.0
+        return jnp.asarray(around + size * rng.normal(size=leaf.shape), leaf.dtype)
+
+    return trees.map_with_path(one, tree)
 
 
 def cal_config(spec, **changes):
@@ -82,15 +93,14 @@ def model(spec, placement=None, **changes):
 
 def perturbed(tree, seed=1, size=0.3):
     """Every leaf moved by random numbers, so that no gate or projection is zero."""
-    leaves, shape = jax.tree.flatten(tree)
-    keys = jax.random.split(jax.random.key(seed), max(len(leaves), 1))
-    return jax.tree.unflatten(shape, [leaf + size * jax.random.normal(k, leaf.shape) for leaf, k in zip(leaves, keys)])
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf + size * rng.normal(size=leaf.shape), leaf.dtype), tree)
 
 
 def params(model, seed=0, dtype=jnp.float32):
     """A random backbone and adapters in a non-zero state."""
-    adapters = perturbed(model.init_adapters(jax.random.key(seed + 1)), seed + 2)
-    return {"backbone": backbone(model.spec, seed, dtype), "adapters": adapters}
+    shapes = jax.eval_shape(model.init_adapters, jax.random.key(0))
+    return {"backbone": backbone(model.spec, seed, dtype), "adapters": noise(shapes, seed + 1, 0.25)}
 
 
 def conversations(lengths=(9, 14, 5, 12), seed=0):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import jax
 import optax
 
 from calyrex_jax.core import trees
@@ -74,7 +75,8 @@ def make_optimizer(config: OptimizerConfig, trainable: Tree) -> optax.GradientTr
     labels = trees.map_with_path(lambda path, _: "frozen" if path.split("/")[0] in config.freeze else "trained", trainable)
 
     def decays(tree: Tree) -> Tree:
-        return trees.map_with_path(lambda _, leaf: leaf.ndim >= 2, tree)
+        # optax masks frozen subtrees out; tree.map keeps their place, a tree rebuilt from paths would lose it
+        return jax.tree.map(lambda leaf: leaf.ndim >= 2, tree)
 
     adamw = optax.adamw(
         learning_rate(config), b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay, mask=decays
