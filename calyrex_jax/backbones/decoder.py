@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,11 @@ __all__ = [
     "logits",
     "make_context",
     "run_layers",
+    "unstack",
 ]
+
+
+_MIXED = -1  # no window is negative
 
 
 class DecoderLayer(nn.Module):
@@ -117,9 +122,19 @@ def _segment_lengths(positions: jax.Array, segments: jax.Array) -> jax.Array:
     return jnp.max(jnp.where(same, positions[:, None, :], 0), axis=-1) + 1
 
 
+def unstack(layers: Tree) -> tuple[Tree, ...]:
+    """The stack cut into one tree a layer, for decoding on CPUs: twice the memory while both exist.
+
+    XLA's CPU backend copies a layer out of the stack before it multiplies by it, which is as much traffic again as the
+    product of one token; separate layers halve a step (SmolLM2-135M, batch 1). Accelerators fuse the copy away.
+    """
+    count = jax.tree.leaves(layers)[0].shape[0]
+    return tuple(jax.tree.map(operator.itemgetter(layer), layers) for layer in range(count))
+
+
 def run_layers(
     spec: DecoderSpec,
-    layers: Tree,
+    layers: Tree | tuple[Tree, ...],
     x: jax.Array,
     context: Context,
     start: int,
@@ -130,40 +145,60 @@ def run_layers(
     """Runs layers start … stop - 1 on x [B, T, D]; start == stop returns x.
 
     layers is the whole stack: each layer is taken from it inside the scan, since a slice taken outside would be a copy.
+    Or it is what `unstack` gives; then the layers are unrolled.
     Without a cache the T tokens attend to each other. With one, `extend`ed for them beforehand, their keys and values
     are written to it; they attend to each other alone where `fill` (the cache was empty), else to all of it.
     Within a segment of x, positions must rise from slot to slot.
     """
     if start == stop:
         return x, cache
+    windows = set(spec.windows[start:stop])
+    step = _stepper(spec, context, cache, fill, windows.pop() if len(windows) == 1 else _MIXED)
+    carry = (x, None, None) if cache is None else (x, cache.k, cache.v)
+    if isinstance(layers, tuple):
+        for layer in range(start, stop):
+            carry = step(carry, layer, layers[layer])
+    elif stop - start == 1:
+        # XLA would unroll a loop of one step, then merge what the backward pass recomputes with the forward's own
+        carry = step(carry, start, jax.tree.map(lambda leaf: take_layer(leaf, start), layers))
+    else:
+
+        def body(carry: tuple, layer: jax.Array) -> tuple[tuple, None]:
+            return step(carry, layer, jax.tree.map(lambda leaf: take_layer(leaf, layer), layers)), None
+
+        body = jax.checkpoint(body, prevent_cse=False, policy=_products)
+        carry, _ = jax.lax.scan(body, carry, jnp.arange(start, stop, dtype=jnp.int32))
+    x, k_all, v_all = carry
+    return x, cache if cache is None else cache.replace(k=k_all, v=v_all)
+
+
+def _stepper(
+    spec: DecoderSpec, context: Context, cache: Cache | None, fill: bool, shared: int | None
+) -> Callable[..., tuple]:
+    """step((x, k, v), layer index, layer parameters) -> (x, k, v); shared is the window of all its layers, or _MIXED."""
     tokens = Tokens(context.positions, context.segments)
     among_themselves = cache is None or fill
     keys = tokens if among_themselves else Tokens(cache.positions, cache.segments)
-    window_of = _windows(spec, start, stop)
+    unlimited = 2**31 - 1
+    limits = jnp.asarray([unlimited if window is None else window for window in spec.windows], jnp.int32)
 
-    def body(carry, layer):
+    def step(carry: tuple, layer: jax.Array | int, params: Tree) -> tuple:
         x, k_all, v_all = carry
+        # a static window, where there is one, lets one mask serve all layers
+        window = spec.windows[layer] if isinstance(layer, int) else limits[layer] if shared == _MIXED else shared
 
-        def attention(q, k, v):
+        def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple:
             new = (None, None)
             if cache is not None:
                 new = _write(k_all, k, layer, cache.start), _write(v_all, v, layer, cache.start)
             if not among_themselves:
                 k, v = (take_layer(buffer, layer, v.dtype) for buffer in new)
-            return attend_tokens(q, k, v, tokens, keys, window_of(layer), ordered=among_themselves), new
+            return attend_tokens(q, k, v, tokens, keys, window, ordered=among_themselves), new
 
-        params = jax.tree.map(lambda leaf: take_layer(leaf, layer), layers)
         x, new = DecoderLayer(spec).apply({"params": params}, x, context, layer, attention)
-        return (x, *new), None
+        return (x, *new)
 
-    carry = (x, None, None) if cache is None else (x, cache.k, cache.v)
-    if stop - start == 1:
-        # XLA would unroll a loop of one step, then merge what the backward pass recomputes with the forward's own
-        (x, k_all, v_all), _ = body(carry, jnp.int32(start))
-    else:
-        body = jax.checkpoint(body, policy=_products, prevent_cse=False)
-        (x, k_all, v_all), _ = jax.lax.scan(body, carry, jnp.arange(start, stop, dtype=jnp.int32))
-    return x, cache if cache is None else cache.replace(k=k_all, v=v_all)
+    return step
 
 
 def _products(primitive: Any, *_: Any, **__: Any) -> bool:
@@ -171,15 +206,6 @@ def _products(primitive: Any, *_: Any, **__: Any) -> bool:
     the layers taken from the stack are taken again: kept, they would be a second stack.
     """
     return primitive.name in ("dot_general", "exp")
-
-
-def _windows(spec: DecoderSpec, start: int, stop: int) -> Callable[[jax.Array], jax.Array | int | None]:
-    """The window of a traced layer index; a static one where layers start … stop - 1 agree, so that one mask serves all."""
-    if len(set(spec.windows[start:stop])) == 1:
-        return lambda layer: spec.windows[start]
-    unlimited = 2**31 - 1
-    limits = jnp.asarray([unlimited if window is None else window for window in spec.windows], jnp.int32)
-    return lambda layer: limits[layer]
 
 
 def _write(buffer: jax.Array, values: jax.Array, layer: jax.Array, slot: jax.Array) -> jax.Array:
