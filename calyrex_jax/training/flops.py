@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.interpreters import partial_eval
 
 from calyrex_jax.backbones import decoder
 from calyrex_jax.core.types import Batch, Tree
@@ -29,7 +30,9 @@ def count(fn: Callable, *args: Any) -> int:
         >>> count(lambda a: a @ a.T, a)
         72
     """
-    return _count(jax.make_jaxpr(fn)(*args).jaxpr)
+    # products whose result nobody reads, such as the gradients of frozen weights, are not run either
+    jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
+    return _count(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0])
 
 
 def _count(jaxpr: Any) -> int:
