@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass
@@ -179,6 +180,7 @@ def load_torch(directory: Path, **options: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     torch.set_num_threads(os.cpu_count() or 1)
     with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
         return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **options).eval()
