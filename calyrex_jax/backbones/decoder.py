@@ -17,7 +17,7 @@ from calyrex_jax.backbones.cache import Cache
 from calyrex_jax.backbones.layers import Mlp, Norm, norm
 from calyrex_jax.backbones.rope import phases
 from calyrex_jax.backbones.spec import DecoderSpec
-from calyrex_jax.core.numerics import put, take_layer
+from calyrex_jax.core.numerics import put, settle, take_layer
 from calyrex_jax.core.trees import flatten, unflatten
 from calyrex_jax.core.types import Tree
 
@@ -96,7 +96,7 @@ def embed(spec: DecoderSpec, backbone: Tree, tokens: jax.Array, positions: jax.A
     """
     x = jnp.take(backbone["embed"]["tokens"], tokens, axis=0, mode="clip")
     if spec.learned_positions:
-        x = x + jnp.take(backbone["embed"]["positions"], positions, axis=0, mode="clip")
+        x = settle(x + jnp.take(backbone["embed"]["positions"], positions, axis=0, mode="clip"))
     return x
 
 
@@ -196,7 +196,7 @@ def _stepper(
             return attend_tokens(q, k, v, tokens, keys, window, ordered=among_themselves), new
 
         x, new = DecoderLayer(spec).apply({"params": params}, x, context, layer, attention)
-        return (x, *new)
+        return (settle(x), *new)
 
     return step
 

@@ -70,6 +70,17 @@ def attend(q: Array, k: Array, v: Array, mask: Array) -> jax.Array:
     return out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, h).astype(v.dtype)
 
 
+def settle(x: Array) -> jax.Array:
+    """x, with the rounding to its own type really done.
+
+    XLA may drop a rounding to bfloat16 that a conversion back follows, and does so or not by what it compiles together;
+    with this at every layer's end, a backbone cut into segments gives the same bits as one that is run whole.
+    """
+    if x.dtype != jnp.bfloat16:
+        return x
+    return jax.lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7).astype(x.dtype)
+
+
 def storage_type(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     """The type of a buffer that is updated in place and holds `dtype`: uint16 for bfloat16 on CPUs, else the same.
 
