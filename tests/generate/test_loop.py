@@ -45,6 +45,7 @@ def reply_batch(prompts, replies, width=8):
     return tiny.packed(rows, PROMPT + NEW, width)
 
 
+@functools.cache
 def uncached(model):
     """Logits of whole sequences; a dynamic rotary base is fixed from prompt and new tokens, as decoding does."""
 
