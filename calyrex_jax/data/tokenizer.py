@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,12 +14,15 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from calyrex_jax.core.errors import UserError
 from calyrex_jax.data import gguf_tokenizer
 from calyrex_jax.data.template import PLAIN, ChatTemplate, Range, TemplateRefusal
 from calyrex_jax.data.validate import Message
+
+# on import, transformers advises to install torch, which nothing here needs; a user's own setting is kept
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 _SENTINELS = 0xF8000  # private-use characters that stand in for special tokens while contents are kept plain
 

@@ -2,6 +2,8 @@
 
 import json
 import struct
+import subprocess
+import sys
 from itertools import pairwise
 
 import numpy as np
@@ -230,3 +232,18 @@ def test_shield_changes_nothing_else(tiny, sentencepiece):
         np.testing.assert_array_equal(shielded, ids)
         np.testing.assert_array_equal(spots, offsets)
         assert not np.isin(tokenizer.encode_shielded(text, [], template)[0], tokenizer.ids_of(template)).any()
+
+
+def test_without_torch_nothing_is_said_on_import():
+    """transformers would advise to install it, on standard error, in every run."""
+    code = """
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "torch" else find(name, package)
+sys.modules["torch"] = None  # an import of it fails
+import calyrex_jax.data.tokenizer
+from transformers.utils import is_torch_available
+print(is_torch_available())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("False\n", "")
