@@ -3,11 +3,13 @@
     replies = generate(model, params, examples, max_new_tokens=64, stop_ids=tokenizer.stop_ids, pad_id=tokenizer.pad_id)
     tokenizer.decode(replies[0].text_tokens)
 
-One compilation serves all batches of a (prompt bucket, span bucket) pair; weights are arguments, never constants.
+One compilation serves all batches of a (prompt bucket, span bucket) pair; weights are arguments, never constants. On CPUs a
+long run decodes from layers of their own instead of the stack: see `worth_unstacking`.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,10 +21,14 @@ from jax.sharding import Mesh
 
 from calyrex_jax.backbones import decoder
 from calyrex_jax.core.errors import UserError
-from calyrex_jax.core.types import Array, Batch, Tree
+from calyrex_jax.core.types import Array, Batch, Tree, bucket
 from calyrex_jax.generate.batching import Sequenced, assemble, check, place, plan, rows_of
 from calyrex_jax.generate.sampling import Sampling, choose
 from calyrex_jax.model import Model
+
+# on two cores of a server processor: what unrolling a layer adds to a compilation, and what is saved by not copying
+_COMPILE_SECONDS, _COPIED_A_SECOND = 0.2, 16e9
+_MEMORY_SHARE = 0.25  # of the machine's memory, for the copy
 
 
 @dataclass(frozen=True)
@@ -85,10 +91,37 @@ def stream(
     stops = np.asarray(sorted(set(stop_ids)), np.int32)
     size = rows_of(batch_size, len(prompts), mesh)
     seed = np.uint32(sampling.seed)
+    layers = _decoding_layers(params["backbone"], prompts, size, max_new_tokens)
     return _replies(
-        partial(_run, model, max_new_tokens, replace(sampling, seed=0), limit, params, stops, seed),
+        partial(_run, model, max_new_tokens, replace(sampling, seed=0), limit, params, layers, stops, seed),
         prompts, size, pad_id, mesh, progress,
     )  # fmt: skip
+
+
+def worth_unstacking(layers: Tree, steps: int, shapes: int) -> bool:
+    """Whether `steps` decoding steps, in programs of `shapes` shapes, run sooner from `decoder.unstack(layers)`.
+
+    Only on CPUs, where a step copies each layer out of the stack before it multiplies. Saved is that copy; paid for it are
+    compilations of unrolled layers, some seconds each, and a second copy of the layers for as long as the run lasts, for
+    which a quarter of the machine's memory is allowed.
+    """
+    if jax.default_backend() != "cpu":
+        return False
+    leaves = jax.tree.leaves(layers)
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    if size > _MEMORY_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        return False
+    return steps * size / _COPIED_A_SECOND > shapes * leaves[0].shape[0] * _COMPILE_SECONDS
+
+
+def _decoding_layers(
+    backbone: Tree, prompts: Sequence[Sequenced], size: int, new_tokens: int, runs: int = 1
+) -> tuple[Tree, ...] | None:
+    """The layers that decoding reads, one tree each, or None where it reads the stack, as prefill does."""
+    lengths = [len(prompt.tokens) for prompt in prompts]
+    longest = [max(bucket(lengths[row]) for row in chosen) for chosen in plan(lengths, max(size, 1))]
+    steps = runs * len(longest) * new_tokens
+    return decoder.unstack(backbone["layers"]) if worth_unstacking(backbone["layers"], steps, len(set(longest))) else None
 
 
 def _replies(run, prompts, size: int, pad_id: int, mesh, progress) -> Iterator[Reply]:
@@ -135,12 +168,13 @@ def compare(
     size = rows_of(batch_size, len(prompts), None)
     found: dict[str, dict[int, Reply]] = {name: {} for name in variants}
     tokens = 0
+    layers = _decoding_layers(backbone, prompts, size, max_new_tokens, len(variants))
     for chosen in plan([len(p.tokens) for p in prompts], max(size, 1)):
         batch = assemble([prompts[row] for row in chosen], size, pad_id, left_pad=True)
         prefix = _prefix(model, max_new_tokens, backbone, batch)
         for name, adapters in variants.items():
             params = {"backbone": backbone, "adapters": adapters}
-            run = partial(_run, model, max_new_tokens, Sampling(), limit, params, stops, np.uint32(0))
+            run = partial(_run, model, max_new_tokens, Sampling(), limit, params, layers, stops, np.uint32(0))
             made, lengths, stopped = jax.device_get(run(batch, np.arange(size, dtype=np.int32), prefix))
             for at, row in enumerate(chosen):
                 reply = tuple(made[at, : lengths[at]].tolist())
@@ -163,13 +197,18 @@ def _run(
     sampling: Sampling,
     vocab_limit: int,
     params: Tree,
+    layers: tuple[Tree, ...] | None,
     stops: Array,
     seed: Array,
     batch: Batch,
     rows: Array,
     prefix: tuple | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Prompts in, replies out: tokens [B, new_tokens] int32, lengths [B] int32, stopped [B] bool."""
+    """Prompts in, replies out: tokens [B, new_tokens] int32, lengths [B] int32, stopped [B] bool.
+
+    layers  the backbone's, unstacked, to decode with; None: the stack
+    """
+    decoding = params if layers is None else params | {"backbone": params["backbone"] | {"layers": layers}}
 
     def pick(x: Array, step: Array) -> Array:
         return choose(decoder.logits(model.spec, params["backbone"], x), sampling, seed, rows, step, vocab_limit)
@@ -193,7 +232,7 @@ def _run(
 
     def body(carry):
         step, token, made, lengths, stopped, state = carry
-        x, state = model.decode(params, token, state)
+        x, state = model.decode(decoding, token, state)
         token = pick(x, step)
         return (step + 1, token, *take(step, token, made, lengths, stopped), state)
 

@@ -120,15 +120,20 @@ def reply(model, params, prompts, **changes):
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(), Sampling(1.5, seed=3), Sampling(1.5, top_k=20, seed=3), Sampling(1.5, 0, 0.9, 3)]
+    ("sampling", "lengths"),
+    [
+        (Sampling(), (9, 14, 5, 12)),
+        (Sampling(1.5, seed=3), (9, 14, 5, 12)),
+        (Sampling(1.5, top_k=20, seed=3), (9, 14, 5, 12)),
+        (Sampling(1.5, top_p=0.9, seed=3), (9, 14, 5, 12, 40)),  # two length buckets
+    ],
 )
-def test_a_reply_does_not_depend_on_its_batch(sampling):
+def test_a_reply_does_not_depend_on_its_batch(sampling, lengths):
     model, params = made("explicit")
-    prompts = tiny.conversations((9, 14, 5, 12, 40, 3, 20))
+    prompts = tiny.conversations(lengths)
     expected = reply(model, params, prompts, sampling=sampling, batch_size=3)
-    assert [r.row for r in expected] == list(range(7))
-    for size in (1, 7):
-        assert reply(model, params, prompts, sampling=sampling, batch_size=size) == expected
+    assert [r.row for r in expected] == list(range(len(lengths)))
+    assert reply(model, params, prompts, sampling=sampling, batch_size=1) == expected
 
 
 def test_seeds_and_lines_differ():
@@ -190,7 +195,7 @@ def test_weights_are_arguments_and_not_constants():
     model, params = made("late8th")
     batch = tiny.packed([[c] for c in tiny.conversations()], PROMPT, left_pad=True)
     rows, stops = np.arange(4, dtype=np.int32), np.zeros(1, np.int32)
-    text = loop._run.lower(model, 3, Sampling(), 97, params, stops, np.uint32(0), batch, rows).as_text()
+    text = loop._run.lower(model, 3, Sampling(), 97, params, None, stops, np.uint32(0), batch, rows).as_text()
     smallest = min(leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim > 1)
     constants = [line for line in text.splitlines() if "stablehlo.constant" in line]
     assert constants and all(len(line) < 8 * smallest for line in constants)
@@ -224,6 +229,33 @@ def test_comparing_trained_states_equals_generating_with_each():
     for name, adapters in variants.items():
         assert found[name] == loop.generate(model, {**params, "adapters": adapters}, prompts, **options)
     assert found["fresh"] == loop.generate(tiny.model(model.spec), {**params, "adapters": {}}, prompts, **options)
+
+
+@pytest.mark.parametrize("name", ["late8th", "keys=all", "gpt2", "sliding"])
+def test_layers_of_their_own_change_no_reply(name, monkeypatch):
+    """Sampled replies: small differences in the logits would show."""
+    model, params = made(name)
+    prompts, sampling = tiny.conversations((9, 14, 5)), Sampling(1.5, seed=3)
+    expected = reply(model, params, prompts, sampling=sampling)
+    options = {"max_new_tokens": NEW, "stop_ids": [], "pad_id": 0, "batch_size": 4}
+    compared = loop.compare(model, params["backbone"], {"a": params["adapters"]}, prompts, **options)
+    unstacked = []
+    monkeypatch.setattr(loop, "worth_unstacking", lambda layers, steps, shapes: unstacked.append((steps, shapes)) or True)
+    assert reply(model, params, prompts, sampling=sampling) == expected
+    assert loop.compare(model, params["backbone"], {"a": params["adapters"]}, prompts, **options) == compared
+    assert unstacked == [(NEW, 1), (NEW, 1)]
+
+
+def test_layers_are_unstacked_where_that_pays(monkeypatch):
+    """SmolLM2-135M's 30 layers: for a thousand steps of one shape, not for forty, nor for an evaluation of many shapes."""
+    layers = {"w": jax.ShapeDtypeStruct((30, 3538944), jnp.bfloat16)}
+    assert loop.worth_unstacking(layers, 1000, 1)
+    assert not loop.worth_unstacking(layers, 40, 1) and not loop.worth_unstacking(layers, 1000, 7)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert not loop.worth_unstacking(layers, 1000, 1)
+    monkeypatch.undo()
+    monkeypatch.setattr(loop, "_MEMORY_SHARE", 1e-9)
+    assert not loop.worth_unstacking(layers, 1000, 1)
 
 
 def test_no_prompts_no_replies():
