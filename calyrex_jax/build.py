@@ -21,6 +21,7 @@ from calyrex_jax.adapters import cal, placement
 from calyrex_jax.backbones import decoder
 from calyrex_jax.backbones.spec import DecoderSpec
 from calyrex_jax.config import as_dict
+from calyrex_jax.core import numerics, trees
 from calyrex_jax.core.errors import UserError
 from calyrex_jax.core.types import Tree
 from calyrex_jax.data.chat import ChatPolicy
@@ -133,10 +134,14 @@ def sampling(config: ConfigDict) -> Sampling:
 
 
 def load_weights(run: Run, show: metrics.Metrics | None = None) -> Tree:
-    """The frozen backbone on the mesh, in its own type."""
+    """The frozen backbone on the mesh, in its own type; the stack of layers in that type's `numerics.storage_type`."""
     abstract = decoder.abstract_params(run.spec, run.dtype)
     placed = rules.shardings(abstract, rules.BACKBONE_RULES, run.mesh)
-    return load_backbone(run.source, run.spec, run.dtype, placed)
+    leaves = trees.flatten(load_backbone(run.source, run.spec, run.dtype, placed))
+    for path in leaves:  # one by one, so that no second stack exists
+        if path.startswith("layers/"):
+            leaves[path] = numerics.stored(leaves[path])
+    return trees.unflatten(leaves)
 
 
 def fresh_adapters(run: Run) -> Tree:

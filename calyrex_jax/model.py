@@ -81,6 +81,13 @@ class Model:
         x, _ = decoder.run_layers(self.spec, backbone["layers"], x, context, layer, self.spec.num_layers)
         return decoder.final_norm(self.spec, backbone, x)
 
+    def frozen(self, backbone: Tree, batch: Batch, prefix: Array) -> jax.Array:
+        """What `hidden` gives without any adapter, [B, T, D], from the states at the first boundary on."""
+        x = jnp.asarray(prefix, backbone["embed"]["tokens"].dtype)
+        context = decoder.make_context(self.spec, batch.positions, batch.segments)
+        x, _ = decoder.run_layers(self.spec, backbone["layers"], x, context, self.first_boundary, self.spec.num_layers)
+        return decoder.final_norm(self.spec, backbone, x)
+
     def logits(self, params: Tree, batch: Batch) -> jax.Array:
         """Next-token logits [B, T, V] float32. For whole corpora use training.losses, which never holds them at once."""
         return decoder.logits(self.spec, params["backbone"], self.hidden(params, batch))

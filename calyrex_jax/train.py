@@ -134,7 +134,13 @@ def _train(
 
     # The steps.
     step_fn = jax.jit(
-        make_train_step(model, optimizer, accumulate=config.train.accumulate, chunk=config.train.loss_chunk),
+        make_train_step(
+            model,
+            optimizer,
+            accumulate=config.train.accumulate,
+            chunk=config.train.loss_chunk,
+            compact=mesh.size == 1,
+        ),
         donate_argnums=0,
         out_shardings=(placed, replicated(mesh)),
     )

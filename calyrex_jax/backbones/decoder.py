@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from calyrex_jax.backbones.cache import Cache
 from calyrex_jax.backbones.layers import Mlp, Norm, norm
 from calyrex_jax.backbones.rope import phases
 from calyrex_jax.backbones.spec import DecoderSpec
-from calyrex_jax.core.numerics import put, settle, take_layer
+from calyrex_jax.core.numerics import put, settle, stored, take_layer
 from calyrex_jax.core.trees import flatten, unflatten
 from calyrex_jax.core.types import Tree
 
@@ -129,7 +128,8 @@ def unstack(layers: Tree) -> tuple[Tree, ...]:
     product of one token; separate layers halve a step (SmolLM2-135M, batch 1). Accelerators fuse the copy away.
     """
     count = jax.tree.leaves(layers)[0].shape[0]
-    return tuple(jax.tree.map(operator.itemgetter(layer), layers) for layer in range(count))
+    layers = jax.tree.map(stored, layers)
+    return tuple(jax.tree.map(functools.partial(take_layer, layer=layer), layers) for layer in range(count))
 
 
 def run_layers(

@@ -90,9 +90,21 @@ def storage_type(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     return jnp.dtype(jnp.uint16) if dtype == jnp.bfloat16 and jax.default_backend() == "cpu" else dtype
 
 
-def take_layer(stack: Array, layer: Array, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
-    """Entry `layer` of a stack [L, …] inside a scan over layers; `dtype` is what the stack holds, by default its own type."""
-    dtype = stack.dtype if dtype is None else jnp.dtype(dtype)
+def stored(array: Array) -> Array:
+    """An array in its `storage_type`, bit for bit; `take_layer` reads either."""
+    return _bits(array) if storage_type(array.dtype) != array.dtype else array
+
+
+@jax.jit
+def _bits(array: Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(array, jnp.uint16)
+
+
+def take_layer(stack: Array, layer: Array | int, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+    """Entry `layer` of a stack [L, …] inside a scan over layers. The stack may be `stored`; `dtype` is what it holds, by
+    default its own type, and bfloat16 where it has 16-bit integers.
+    """
+    dtype = jnp.dtype(dtype or (jnp.bfloat16 if stack.dtype == jnp.uint16 else stack.dtype))
     if stack.dtype != storage_type(dtype):
         stack = jax.lax.bitcast_convert_type(stack, storage_type(dtype))
     taken = jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)

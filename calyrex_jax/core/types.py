@@ -31,6 +31,7 @@ class Batch:
     target_slots  [B, M] int32 or None: the row's positions t at which `targets` is true, -1 fills; lets the output head
                run on targets alone
     prefix     [B, T, D] or None: the backbone's hidden states at the first adapter boundary, from the prefix cache
+    distill    [B, T] bool or None: targets whose loss is the divergence from the frozen model's own prediction
     """
 
     tokens: Array
@@ -41,6 +42,7 @@ class Batch:
     span: Array
     target_slots: Array | None = None
     prefix: Array | None = None
+    distill: Array | None = None
 
 
 def bucket(length: int, smallest: int = 32) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,7 @@ class Example:
     targets  [T] bool, true for replies: their characters and the end-of-turn token, not the newline after it
     origin   of the system text: "caller", "template" (it wrote one of its own; the span is empty) or "none"
     shielded True where messages held special tokens' text that was kept plain
+    distill  True where the replies are learned from the frozen model's own predictions and not from the text
     """
 
     tokens: np.ndarray
@@ -67,6 +68,7 @@ class Example:
     targets: np.ndarray
     origin: str
     shielded: bool = False
+    distill: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,14 +135,15 @@ def encode_corpus(
     max_length: int,
     policy: ChatPolicy | None = None,
 ) -> tuple[list[Example], CorpusReport]:
-    """Training examples of [(where, {"messages": …}), …] and the account of what was dropped.
+    """Training examples of [(where, {"messages": …, "distill": false}), …] and the account of what was dropped.
 
     Rows longer than `max_length` tokens and rows without a target are dropped and counted; nothing is ever cut. Raises
     UserError at the first faulty row, where no row is left, and where the template closes no reply (the model would
     never learn to stop).
     """
     policy = policy or ChatPolicy()
-    rows = [(where, conversation.get("messages")) for where, conversation in conversations]
+    given = list(conversations)
+    rows = [(where, conversation.get("messages")) for where, conversation in given]
     report = CorpusReport(read=len(rows))
     template = tokenizer.template(policy.chat_template, policy.date_string)
     if rows and template.end_of_turn is None:
@@ -149,13 +152,13 @@ def encode_corpus(
             "never stop; set another chat template"
         )
     examples = []
-    for (where, _), example in zip(rows, _encode_all(tokenizer, rows, policy, False)):
+    for (where, conversation), example in zip(given, _encode_all(tokenizer, rows, policy, False)):
         if not example.targets.any():
             report.drop("without a reply to learn", where)
         elif len(example.tokens) > max_length:
             report.drop("too long", where)
         else:
-            examples.append(example)
+            examples.append(replace(example, distill=conversation.get("distill", False)))
     report.kept, report.tokens = len(examples), sum(len(e.tokens) for e in examples)
     report.targets, report.shielded = sum(int(e.targets.sum()) for e in examples), sum(e.shielded for e in examples)
     if not examples:

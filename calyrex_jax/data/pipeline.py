@@ -193,6 +193,7 @@ def make_batch(
     prefix: np.ndarray | None = None,
     left_pad: bool = False,
     rows_total: int | None = None,
+    distill: bool = False,
 ) -> Batch:
     """Rows of examples as one Batch of numpy arrays, [B, T] with T = `length`.
 
@@ -201,6 +202,7 @@ def make_batch(
     prefix        [B, T, D], as `PrefixStore.batch` assembles it
     left_pad      padding before the tokens, for generation
     rows_total    B; rows beyond those given are empty (segments 0)
+    distill       whether the batch says which targets are distilled; one choice a corpus, for one compilation
 
     The first token of a conversation has nothing before it, so it is never a target.
     Raises ValueError where a row does not fit `length` or the widths: nothing is cut.
@@ -209,7 +211,7 @@ def make_batch(
     if len(rows) > total:
         raise ValueError(f"{len(rows)} rows do not fit a batch of {total}")
     tokens, positions, segments = (np.zeros((total, length), np.int32) for _ in range(3))
-    system, targets = (np.zeros((total, length), np.bool_) for _ in range(2))
+    system, targets, distilled = (np.zeros((total, length), np.bool_) for _ in range(3))
     for r, row in enumerate(rows):
         used = sum(len(example.tokens) for example in row)
         if used > length:
@@ -222,6 +224,7 @@ def make_batch(
             positions[r, here] = np.arange(n)
             segments[r, here] = segment
             targets[r, at] = False
+            distilled[r, here] = example.distill
             at += n
     if span_width is None:
         span_width = slot_width(int(system.sum(axis=1).max(initial=0)), length)
@@ -236,6 +239,7 @@ def make_batch(
         span=slots(system, span_width),
         target_slots=None if target_width is None else slots(targets, target_width),
         prefix=prefix,
+        distill=distilled if distill else None,
     )
 
 
@@ -286,7 +290,9 @@ class Batches(Iterator[tuple[Batch, BatchInfo]]):
         occurring = {planned.length for planned in first}
         self.shapes = {t: w for t, w in widths(groups, spans, self._targets).items() if t in occurring}
         self.steps_per_epoch = len(first)
+        self._distill = any(example.distill for example in examples)
         settings = f"{batch_size} {max_length} {packing} {seed} {fingerprint(examples)}"
+        settings += f" {[i for i, e in enumerate(examples) if e.distill]}" if self._distill else ""
         self._order = hashlib.sha256(settings.encode()).hexdigest()[:16]
         reading = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead if threads else 0)
         self._iterator = iter(grain.MapDataset.range(ENDLESS).map(self._build).to_iter_dataset(reading))
@@ -308,7 +314,8 @@ class Batches(Iterator[tuple[Batch, BatchInfo]]):
             tokens=sum(self._lengths[i] for i in here),
             targets=sum(self._targets[i] for i in here),
         )
-        return make_batch(examples, planned.length, span_width, target_width, prefix), info
+        batch = make_batch(examples, planned.length, span_width, target_width, prefix, distill=self._distill)
+        return batch, info
 
     def __next__(self) -> tuple[Batch, BatchInfo]:
         return next(self._iterator)

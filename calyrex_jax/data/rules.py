@@ -21,45 +21,39 @@ from calyrex_jax.data.rules_questions import Question, frozen_replies, prompt_id
 
 # Shares of the training mixture by rule; combinations are joined by "+".
 TRAINING_RULES = {
-    "begin": 14, "end": 14, "json": 8, "upper": 6, "lower": 6, "one_word": 5, "max_words": 6, "bullets": 6, "no_letter": 4,
-    "no_word": 4, "begin+end": 3, "begin+upper": 3, "end+upper": 3, "begin+lower": 3, "end+lower": 3, "one_word+upper": 1,
+    "begin": 20, "end": 20, "json": 12, "upper": 6, "lower": 6, "one_word": 5, "max_words": 6, "bullets": 6, "no_letter": 4,
+    "no_word": 4, "begin+end": 2, "begin+upper": 2, "end+upper": 2, "begin+lower": 2, "end+lower": 2, "one_word+upper": 1,
     "one_word+lower": 1, "bullets+upper": 1,
 }  # fmt: skip
-CONTROL_SHARE = 0.2
-_OPEN_REPEATS = 15
+CONTROL_SHARE = 0.18
+_OPEN_REPEATS = 12
+_KEPT_WORDS = 24  # of a control's reply
 # What stands between rule and question. drop: the user asks to drop the rule. quote, note: a rule not to be obeyed.
-VARIANTS = {"plain": 66, "passage": 9, "turns": 9, "drop": 8, "quote": 5, "note": 3}
+VARIANTS = {"plain": 70, "passage": 6, "turns": 8, "drop": 8, "quote": 5, "note": 3}
 _DECOYS = ("begin", "end", "upper", "lower", "json", "one_word", "begin", "end")
 _WORD_KINDS = ("begin", "end", "json", "mention")
 
-_WORD_CELL = {
-    "begin": 20,
-    "end": 20,
-    "json": 15,
-    "begin+end": 8,
-    "begin+upper": 8,
-    "end+upper": 8,
-    "begin+lower": 8,
-    "end+lower": 8,
-}
+_WORD_CELL = {"begin": 30, "end": 30, "json": 20}
 CELLS = {
     "seen_words": _WORD_CELL,
     "unseen_words": _WORD_CELL,
-    "seen_styles": {
-        "upper": 12, "lower": 12, "one_word": 10, "max_words": 12, "bullets": 12, "no_letter": 10, "no_word": 10,
-        "one_word+upper": 6, "one_word+lower": 6,
+    "seen_styles": {"upper": 13, "lower": 13, "one_word": 13, "max_words": 13, "bullets": 12, "no_letter": 12, "no_word": 12},
+    "combinations": {
+        "begin+end": 8, "begin+upper": 8, "end+upper": 8, "begin+lower": 8, "end+lower": 8, "one_word+upper": 6,
+        "one_word+lower": 6,
     },
     "unseen_phrasings": {
         "begin": 14, "end": 14, "json": 12, "upper": 12, "lower": 12, "one_word": 10, "max_words": 10, "bullets": 10,
         "no_letter": 8, "no_word": 8,
     },
-    "unseen_words_and_phrasings": {"begin": 24, "end": 24, "json": 18, "begin+end": 10, "begin+upper": 10, "end+lower": 10},
+    "unseen_words_and_phrasings": _WORD_CELL,
     "unseen_rule": {"mention": 50},
     "controls": {"none": 90},
 }  # fmt: skip
 # Cell -> (split of the words, split of the phrasings and surroundings)
 _SPLITS = {
     "seen_words": ("train", "train"), "unseen_words": ("test", "train"), "seen_styles": ("train", "train"),
+    "combinations": ("test", "train"),
     "unseen_phrasings": ("train", "test"), "unseen_words_and_phrasings": ("test", "test"),
     "unseen_rule": ("test", "test"), "controls": ("test", "test"),
 }  # fmt: skip
@@ -129,7 +123,7 @@ def _decoy(split: str, rng: random.Random) -> str:
 def _user_text(question: Question, variant: str, split: str, rng: random.Random) -> str:
     if variant in ("passage", "note"):
         template = rules_text.draw("passage", split, rng)
-        text = rules_text.passage(split, rng, rng.choice((3, 4, 6, 8, 12, 18)))
+        text = rules_text.passage(split, rng, rng.choice((2, 3, 4) if split == "train" else (3, 4, 6, 8, 12, 18)))
         if variant == "note":
             sentences = text.split(". ")
             note = rules_text.draw("note", split, rng).replace("{r}", _decoy(split, rng))
@@ -176,22 +170,24 @@ def _training_rule(pool: Sequence[Question], rng: random.Random) -> dict:
 
 
 def _training_control(rng: random.Random) -> dict:
-    # The best teacher of "change nothing" is what the frozen model itself says to the very same messages.
-    if _answered_controls() and rng.random() < 0.7:
+    """Where no rule is stated, the frozen model's own predictions are to be kept: the conversation is distilled."""
+    if rng.random() < 0.75:
         prompt, reply = rng.choice(_answered_controls())
-        messages = [*prompt["messages"], {"role": "assistant", "content": reply}]
-        return {"messages": messages, "rule": "none", "variant": "plain"}
-    asked, reply = rng.choice(_answered_questions())
-    variant = rng.choice(("plain", "passage", "quote", "note", "quote"))
-    messages = [] if rng.random() < 0.15 else [_system(rules_text.irrelevant_text("train", rng))]
-    messages += _exchange(_user_text(asked, variant, "train", rng), reply)
-    return {"messages": messages, "rule": "none", "variant": variant}
+        reply = " ".join(reply.split(" ")[:_KEPT_WORDS])  # no end is learned, so a beginning serves as well
+        messages, variant = [*prompt["messages"], {"role": "assistant", "content": reply}], "plain"
+    else:
+        asked, reply = rng.choice(_answered_questions())
+        variant = rng.choice(("plain", "passage", "quote", "note", "quote"))
+        messages = [_system(rules_text.irrelevant_text("train", rng))]
+        messages += _exchange(_user_text(asked, variant, "train", rng), reply)
+    return {"messages": messages, "distill": True, "rule": "none", "variant": variant}
 
 
 @functools.cache
 def control_prompts() -> tuple[dict, ...]:
     """Prompts under irrelevant system texts, to be answered by the frozen model: {"id": …, "messages": […]}."""
-    asks = [(question.id, question.text) for question in questions() if question.split == "train"]
+    first = [question for question in questions() if question.split == "train" and question.id.endswith("/0")]
+    asks = [(question.id, question.text) for question in first]
     for number, template in enumerate(rules_text.surroundings("open", "train")):
         names = [f"open:{number}/{repeat}" for repeat in range(_OPEN_REPEATS)]
         asks += [(name, rules_text.expand(template, random.Random(name))) for name in names]
@@ -205,13 +201,13 @@ def control_prompts() -> tuple[dict, ...]:
 
 @functools.cache
 def _answered_controls() -> tuple[tuple[dict, str], ...]:
-    replies = frozen_replies(whole=True)
+    replies = frozen_replies()
     return tuple((prompt, replies[prompt["id"]]) for prompt in control_prompts() if prompt["id"] in replies)
 
 
 @functools.cache
 def _answered_questions() -> tuple[tuple[Question, str], ...]:
-    replies = frozen_replies(whole=True)
+    replies = frozen_replies()
     return tuple((question, replies[question.prompt["id"]]) for question in questions() if question.prompt["id"] in replies)
 
 

@@ -1,11 +1,15 @@
-"""Makes assets/answers.jsonl, the frozen model's own replies that were found right. Run once, in three steps:
+"""Makes assets/answers.jsonl, the frozen model's own replies. Run once, in four steps:
 
-    python -m calyrex_jax.data.rules_answers --write-prompts=prompts.jsonl
-    python -m calyrex_jax.main --config=configs/quickstart.py --workdir=EMPTY --mode=generate --input=prompts.jsonl \\
-        --output=completions.jsonl --config.generate.max_new_tokens=96 --config.generate.temperature=0.0
-    python -m calyrex_jax.data.rules_answers --from-completions=completions.jsonl
+    python -m calyrex_jax.data.rules_answers --write-prompts=DIR
+    python -m calyrex_jax.main --config=configs/quickstart.py --workdir=EMPTY --mode=generate --input=DIR/questions.jsonl \\
+        --output=DIR/answered.jsonl --config.generate.max_new_tokens=96 --config.generate.temperature=0.0
+    python -m calyrex_jax.main --config=configs/quickstart.py --workdir=EMPTY --mode=generate --input=DIR/controls.jsonl \\
+        --output=DIR/controlled.jsonl --config.generate.max_new_tokens=112 --config.generate.temperature=1.0
+    python -m calyrex_jax.data.rules_answers --from-completions=DIR/answered.jsonl,DIR/controlled.jsonl
 
-A workdir without a checkpoint runs the adapter as initialised, which is the frozen model bit for bit.
+A workdir without a checkpoint runs the adapter as initialised, which is the frozen model bit for bit. Questions are answered
+greedily, to have the model's best answer. Controls are sampled at temperature 1: cross-entropy on samples from the frozen
+model's own distribution has its minimum at that distribution, on greedy replies it would sharpen it.
 """
 
 import json
@@ -20,21 +24,21 @@ from calyrex_jax.data.rules import control_prompts
 from calyrex_jax.data.rules_checks import is_answered
 from calyrex_jax.data.rules_questions import ASSETS, questions
 
-_PROMPTS = flags.DEFINE_string("write-prompts", None, "File to write the prompts to, as JSON lines.")
-_COMPLETIONS = flags.DEFINE_string("from-completions", None, "Output of --mode=generate for those prompts.")
+_PROMPTS = flags.DEFINE_string("write-prompts", None, "Directory to write questions.jsonl and controls.jsonl to.")
+_COMPLETIONS = flags.DEFINE_list("from-completions", None, "Outputs of --mode=generate for those two files.")
 _ANSWERS = flags.DEFINE_string("answers", str(ASSETS / "answers.jsonl"), "File to write the replies that are kept to.")
 
 
-def prompts() -> list[dict]:
-    """All prompts to be answered by the frozen model: every training question alone, and the controls."""
-    return [question.prompt for question in questions() if question.split == "train"] + list(control_prompts())
+def prompts() -> dict[str, list[dict]]:
+    """All prompts to be answered by the frozen model, by file name: every training question alone, and the controls."""
+    asked = [question.prompt for question in questions() if question.split == "train"]
+    return {"questions": asked, "controls": list(control_prompts())}
 
 
 def kept(rows: Iterable[dict]) -> list[dict]:
-    """The replies worth keeping, sorted by id: right answers, and finished replies under irrelevant system texts.
+    """The replies worth keeping, sorted by id: right answers to the questions, and whatever was said to the controls.
 
-    A bare question's reply must hold the answer; it may be cut (and says so), since its first sentence is of use. A
-    control is kept whole or not at all: a cut one would teach to stop early.
+    Replies may be cut: of an answer the first sentence is used, and a control's end is not learned.
     """
     asked = {question.prompt["id"]: question for question in questions()}
     controls = {prompt["id"] for prompt in control_prompts()}
@@ -44,12 +48,11 @@ def kept(rows: Iterable[dict]) -> list[dict]:
         if name in asked:
             good = is_answered(reply, asked[name].answers, asked[name].needed)
         elif name in controls:
-            good = row["finish_reason"] == "stop" and bool(reply)
+            good = bool(reply)
         else:
             raise UserError(f"completions: unknown prompt id {name!r}; write the prompts anew with --write-prompts")
         if good:
-            cut = {} if row["finish_reason"] == "stop" else {"cut": True}
-            found.append({"id": name, "reply": reply, **cut})
+            found.append({"id": name, "reply": reply})
     return sorted(found, key=lambda row: row["id"])
 
 
@@ -62,12 +65,13 @@ def main(_: list[str]) -> None:
     """Runs the step that the flags name."""
     try:
         if _PROMPTS.value:
-            _write(_PROMPTS.value, prompts())
+            for name, rows in prompts().items():
+                _write(str(Path(_PROMPTS.value) / f"{name}.jsonl"), rows)
         elif _COMPLETIONS.value:
-            lines = Path(_COMPLETIONS.value).read_text(encoding="utf-8").splitlines()
-            _write(_ANSWERS.value, kept(json.loads(line) for line in lines))
+            files = [Path(name).read_text(encoding="utf-8") for name in _COMPLETIONS.value]
+            _write(_ANSWERS.value, kept(json.loads(line) for text in files for line in text.splitlines()))
         else:
-            raise UserError("rules_answers: give --write-prompts=FILE or --from-completions=FILE")
+            raise UserError("rules_answers: give --write-prompts=DIR or --from-completions=FILE,FILE")
     except (UserError, OSError) as error:
         print(error, file=sys.stderr)
         sys.exit(2)

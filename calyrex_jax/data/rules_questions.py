@@ -77,6 +77,6 @@ def questions() -> tuple[Question, ...]:
 
 
 @functools.cache
-def frozen_replies(whole: bool = False) -> dict[str, str]:
-    """Prompt id -> the frozen model's reply that was found right (see rules_answers.py); whole: none that was cut."""
-    return {row["id"]: row["reply"] for row in read_asset("answers.jsonl") if not (whole and row.get("cut"))}
+def frozen_replies() -> dict[str, str]:
+    """Prompt id -> what the frozen model said to it (see rules_answers.py); of questions only what was found right."""
+    return {row["id"]: row["reply"] for row in read_asset("answers.jsonl")}

@@ -80,18 +80,18 @@ def system_text(rules: Sequence[str], split: str, rng: random.Random) -> str:
     """A system prompt with the given rule sentences somewhere in it, alone or among persona and other sentences."""
     rule = rng.choice((" ", " ", "\n", " Also: ", " In addition: ")).join(rules)
     shape = rng.random()
-    if shape < 0.25:
+    if shape < 0.45:
         return rule
     persona = draw("persona", split, rng)
-    if shape < 0.45:
+    if shape < 0.62:
         return persona + rng.choice((" ", " ", "\n", "\n\n")) + rule
-    if shape < 0.55:
+    if shape < 0.72:
         return rule + rng.choice((" ", "\n")) + persona
-    fillers = [draw("filler", split, rng) for _ in range(rng.randint(1, 3))]
-    if shape < 0.85:
+    fillers = [draw("filler", split, rng) for _ in range(rng.randint(1, 2))]
+    if shape < 0.9:
         position = rng.randint(0, len(fillers))
         return rng.choice((" ", "\n")).join([persona, *fillers[:position], rule, *fillers[position:]])
-    if shape < 0.95:
+    if shape < 0.97:
         entries = [*fillers, *rules]
         rng.shuffle(entries)
         mark = rng.choice(("- {}", "* {}", "{}", "{n}. {}"))

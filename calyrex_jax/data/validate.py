@@ -18,8 +18,13 @@ def validate(conversation: dict[str, Any], where: str, for_generation: bool = Fa
     Content must be a text; a list of {"type": "text", "text": …} parts is joined without a separator, as templates do.
     Apart from system messages (where these may stand is the policy's matter) the turns are user, assistant, user, …, a
     reply may be followed by tool messages, these by a reply. Empty texts are allowed. With `for_generation` the last turn
-    must not be a reply.
+    must not be a reply. "distill", where given, is true or false.
     """
+    if not isinstance(conversation.get("distill", False), bool):
+        raise UserError(
+            f'{where}: "distill" is {conversation["distill"]!r}, expected true (learn the frozen model\'s own predictions of '
+            "the replies) or false (learn the replies)"
+        )
     messages = conversation.get("messages")
     if messages is None:
         raise UserError(f'{where}: no "messages"; expected {{"messages": [{{"role": …, "content": …}}, …]}}')

@@ -15,7 +15,7 @@ import optax
 from calyrex_jax.backbones import decoder
 from calyrex_jax.core.types import Array, Batch, Tree
 from calyrex_jax.model import Model
-from calyrex_jax.training.losses import cross_entropy, shifted
+from calyrex_jax.training.losses import compacted, cross_entropy, distilled, shifted
 
 
 @flax.struct.dataclass
@@ -34,28 +34,45 @@ def init_state(optimizer: optax.GradientTransformation, trainable: Tree) -> Trai
     return TrainState(zero, trainable, optimizer.init(trainable), zero)
 
 
-def loss_sums(model: Model, backbone: Tree, trainable: Tree, batch: Batch, prefix: Array, chunk: int):
-    """Summed cross-entropy over the batch's targets and their number."""
+def loss_sums(
+    model: Model, backbone: Tree, trainable: Tree, batch: Batch, prefix: Array, teacher, chunk: int, compact: bool
+):
+    """The summed loss over the batch's targets and their number; `teacher` are frozen final states [B, T, D] or None."""
     x = model.hidden({"backbone": backbone, "adapters": trainable}, batch, prefix)
-    states, labels, weights = shifted(x, batch)
-    return cross_entropy(states, decoder.head_matrix(backbone), labels, weights, chunk)
+    parts = shifted(x, batch)
+    if teacher is not None:
+        parts = (*parts, shifted(teacher, batch)[0], distilled(batch))
+    if compact:
+        chunk *= x.shape[0]
+        parts = compacted(*parts)
+    states, labels, weights, *distillation = parts
+    return cross_entropy(states, decoder.head_matrix(backbone), labels, weights, chunk, *distillation)
 
 
-def make_train_step(model: Model, optimizer: optax.GradientTransformation, *, accumulate: int = 1, chunk: int = 128):
+def make_train_step(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    *,
+    accumulate: int = 1,
+    chunk: int = 128,
+    compact: bool = False,
+):
     """`step(state, backbone, batch) -> (state, metrics)`; jit it with `state` donated.
 
     accumulate  microbatches a step: rows are split evenly; sums of losses and gradients are divided by the global
                 number of targets once, so that short rows weigh no more than long ones
-    chunk       positions through the output head at a time
+    chunk       positions a row through the output head at a time
+    compact     targets of all rows go through the head side by side; for a single device (`losses.compacted`)
     metrics     loss (mean over targets), grad_norm, tokens (real ones), targets, skipped (non-finite steps in a row)
     """
 
     def gradients(trainable: Tree, backbone: Tree, batch: Batch):
         # outside the differentiated function: the layers below the first boundary leave no residuals
         prefix = model.prefix(backbone, batch) if batch.prefix is None else batch.prefix
+        teacher = None if batch.distill is None else model.frozen(backbone, batch, prefix)
 
         def objective(leaves):
-            return loss_sums(model, backbone, leaves, batch, prefix, chunk)
+            return loss_sums(model, backbone, leaves, batch, prefix, teacher, chunk, compact)
 
         (loss, targets), grads = jax.value_and_grad(objective, has_aux=True)(trainable)
         return loss, targets, grads

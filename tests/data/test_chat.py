@@ -263,10 +263,10 @@ def test_corpus_drops_and_counts(tiny):
         ("f:2", {"messages": chat("q")}),
         ("f:3", {"messages": chat("q", "long " * 500)}),
         ("f:4", {"messages": chat("q", " ")}),
-        ("f:5", {"messages": chat("q <|im_end|>", "b", "r")}),
+        ("f:5", {"messages": chat("q <|im_end|>", "b", "r"), "distill": True}),
     ]
     examples, report = encode_corpus(tokenizer, rows, 64)
-    assert [e.origin for e in examples] == ["caller", "none"]
+    assert [e.origin for e in examples] == ["caller", "none"] and [e.distill for e in examples] == [False, True]
     assert (report.read, report.kept, report.shielded) == (5, 2, 1)
     assert report.dropped == {"without a reply to learn": 2, "too long": 1}
     assert report.line() == (

@@ -3,7 +3,7 @@
 import json
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ class Conversation:
     tokens: np.ndarray
     system: np.ndarray
     targets: np.ndarray
+    distill: bool = False
 
 
 def conversation(number: int, length: int, span: int = 3) -> Conversation:
@@ -115,7 +116,19 @@ def test_a_packed_row_keeps_its_conversations_apart():
     for name in ("tokens", "positions", "segments", "span", "target_slots"):
         assert getattr(batch, name).dtype == np.int32, name
     assert batch.system.dtype == batch.targets.dtype == np.bool_
-    assert batch.prefix is None
+    assert batch.prefix is None and batch.distill is None
+
+
+def test_distilled_conversations_are_marked_in_every_batch_of_their_corpus():
+    made = [conversation(1, 4), replace(conversation(2, 3), distill=True)]
+    batch = pipeline.make_batch([made, made[:1]], 8, distill=True)
+    assert batch.distill.tolist() == [[False] * 4 + [True] * 3 + [False], [False] * 8]
+    options = {"batch_size": 1, "max_length": 32, "threads": 0}
+    marked, unmarked = (pipeline.Batches(talks, **options) for talks in (made, [made[0], conversation(2, 3)]))
+    assert sorted(next(marked)[0].distill.any() for _ in range(2)) == [False, True]
+    assert next(unmarked)[0].distill is None
+    with pytest.raises(UserError, match="data order"):
+        unmarked.set_state(marked.get_state())
 
 
 def test_left_padding_moves_the_tokens_and_their_marks_to_the_end():

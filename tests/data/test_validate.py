@@ -54,6 +54,14 @@ def test_validate_joins_text_parts_and_keeps_only_role_and_content():
     assert validate({"messages": tool}, "f:1") == tool
 
 
+def test_distill_is_true_or_false():
+    talk = {"messages": chat("q", "a")}
+    for value in (True, False):
+        assert validate(talk | {"distill": value}, "f:1") == talk["messages"]
+    with pytest.raises(UserError, match=r"^f:1: .distill. is 'yes', expected true"):
+        validate(talk | {"distill": "yes"}, "f:1")
+
+
 def test_policy_values():
     for field, value in [("system_role", "drop"), ("special_text", "yes"), ("chat_template", "chatml")]:
         with pytest.raises(UserError, match=f"{field} is '{value}', expected"):

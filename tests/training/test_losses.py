@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from calyrex_jax.core.types import Batch, slots
-from calyrex_jax.training.losses import cross_entropy, shifted
+from calyrex_jax.training.losses import compacted, cross_entropy, distilled, shifted
 
 VOCAB = 101
 
@@ -68,6 +68,55 @@ def test_all_logits_never_exist_at_once():
     run = jax.grad(lambda s: cross_entropy(s, head, labels, weights, 8)[0])
     text = str(jax.make_jaxpr(run)(states)).replace(" ", "")
     assert f"[3,8,{VOCAB}]" in text and f"48,{VOCAB}]" not in text
+
+
+def soft_numbers():
+    states, head, labels, weights = numbers()
+    rng = np.random.default_rng(7)
+    teacher = jnp.asarray(rng.normal(size=states.shape), states.dtype)
+    return states, head, labels, weights, teacher, rng.random(labels.shape) < 0.5
+
+
+@pytest.mark.parametrize("chunk", [4, 13])
+@pytest.mark.parametrize("compact", [False, True])
+def test_distilled_positions_follow_the_teacher_and_the_others_the_labels(chunk, compact):
+    states, head, labels, weights, teacher, soft = soft_numbers()
+
+    def ours(states):
+        parts = (states, labels, weights, teacher, soft)
+        states_, labels_, weights_, teacher_, soft_ = compacted(*parts) if compact else parts
+        return 2.5 * cross_entropy(states_, head, labels_, weights_, chunk, teacher_, soft_)[0]
+
+    def expected(states):
+        q, p = (jax.nn.log_softmax(jnp.einsum("bmd,vd->bmv", x, head)) for x in (states, teacher))
+        divergence = (jnp.exp(p) * (p - q)).sum(-1)
+        hard = -jnp.take_along_axis(q, labels[..., None], -1)[..., 0]
+        return 2.5 * (jnp.where(soft, divergence, hard) * weights).sum()
+
+    (loss, grad), (other, other_grad) = (jax.jit(jax.value_and_grad(f))(states) for f in (ours, expected))
+    np.testing.assert_allclose(loss, other, rtol=1e-5)
+    np.testing.assert_allclose(grad, other_grad, atol=2e-5)
+
+
+def test_a_model_that_agrees_with_its_teacher_has_no_loss_and_no_gradient():
+    states, head, labels, weights, _, _ = soft_numbers()
+    soft = np.ones(labels.shape, bool)
+    loss, grad = jax.value_and_grad(lambda s: cross_entropy(s, head, labels, weights, 4, states, soft)[0])(states)
+    assert abs(float(loss)) < 1e-4
+    np.testing.assert_allclose(grad, np.zeros_like(states), atol=1e-6)
+
+
+def test_compacted_puts_what_counts_in_front_and_the_distilled_behind_it():
+    weights = np.array([[0.0, 1.0, 1.0], [0.5, 0.0, 1.0]], np.float32)
+    soft = np.array([[True, True, False], [False, True, True]])
+    index = np.arange(6).reshape(2, 3)
+    states = index[..., None].astype(np.float32)
+    moved = compacted(states, index, weights, states, soft)
+    assert np.asarray(moved[1]).tolist() == [[2, 3, 1, 5, 0, 4]]
+    assert np.asarray(moved[2]).tolist() == [[1.0, 0.5, 1.0, 1.0, 0.0, 0.0]]
+    np.testing.assert_array_equal(moved[0][..., 0], moved[1])
+    plain = compacted(states, index, weights)
+    assert np.asarray(plain[1]).tolist() == [[1, 2, 3, 5, 0, 4]] and plain[3] is plain[4] is None
 
 
 def rows(segments, targets, tokens=None):
@@ -145,3 +194,14 @@ def test_sums_of_unequal_rows_make_one_mean():
     parts = [cross_entropy(states[r : r + 1], head, labels[r : r + 1], weights[r : r + 1]) for r in (0, 1)]
     np.testing.assert_allclose(total / count, (parts[0][0] + parts[1][0]) / 10, rtol=1e-6)
     assert abs(total / count - (parts[0][0] + parts[1][0] / 9) / 2) > 1e-3
+
+
+@pytest.mark.parametrize("by_slots", [False, True])
+def test_distilled_follows_the_positions_of_shifted(by_slots):
+    batch = rows(SEGMENTS, TARGETS)[by_slots]
+    assert distilled(batch) is None
+    chosen = np.zeros((2, 8), bool)
+    chosen[0, 5] = chosen[1, 4] = True
+    x = jnp.zeros((2, 8, 16))
+    soft, (_, labels, weights) = np.asarray(distilled(batch.replace(distill=chosen))), shifted(x, batch)
+    assert np.asarray(labels)[soft & (np.asarray(weights) > 0)].tolist() == [batch.tokens[0, 5], batch.tokens[1, 4]]

@@ -93,6 +93,46 @@ def test_chunks_padding_and_slots_do_not_change_a_step():
         chex.assert_trees_all_close(stepped(optimizer, made, chunk=chunk)[0].trainable, whole.trainable, atol=1e-6)
 
 
+def test_compact_targets_do_not_change_a_step():
+    optimizer = optax.sgd(0.1)
+    whole, one = stepped(optimizer, batch())
+    for chunk in (2, 128):
+        moved, other = stepped(optimizer, batch(), chunk=chunk, compact=True)
+        chex.assert_trees_all_close(moved.trainable, whole.trainable, atol=1e-6)
+        np.testing.assert_allclose(one["loss"], other["loss"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_distillation_keeps_the_frozen_model(compact):
+    """At initialisation nothing differs, so nothing is learned; a state that was moved comes back."""
+    everything = batch().replace(distill=np.ones((4, 16), bool))
+    fresh = model().init_adapters(jax.random.key(0))
+    optimizer = optax.sgd(0.1)
+    state, metrics = stepped(optimizer, everything, init_state(optimizer, fresh), compact=compact)
+    chex.assert_trees_all_close(state.trainable, fresh, atol=1e-8)  # the two programs may add in another order
+    assert abs(float(metrics["loss"])) < 1e-6 and float(metrics["grad_norm"]) < 1e-6
+    adam = make_optimizer(CONFIG, parts()[1])
+    _, before = stepped(adam, everything, compact=compact)
+    _, after = stepped(adam, everything, compact=compact, count=30)
+    assert 0 < float(after["loss"]) < 0.5 * float(before["loss"])
+
+
+def test_only_the_marked_conversations_are_distilled():
+    some = np.zeros((4, 16), bool)
+    some[2] = True
+    optimizer = optax.sgd(0.1)
+    alone = batch((9, 2, 0, 1))
+    together, metrics = stepped(optimizer, batch().replace(distill=some))
+    assert int(metrics["targets"]) == 17
+    hard, _ = stepped(optimizer, alone)
+    none, _ = stepped(optimizer, batch().replace(distill=some & False))
+    plain, _ = stepped(optimizer, batch())
+    chex.assert_trees_all_close(none.trainable, plain.trainable, atol=1e-6)
+    for other in (hard, plain):
+        furthest = max(np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (together.trainable, other.trainable))))
+        assert furthest > 1e-4
+
+
 def test_a_cached_prefix_gives_the_same_step():
     optimizer = optax.sgd(0.1)
     whole, one = stepped(optimizer, batch())
