@@ -13,6 +13,7 @@ from calyrex_jax.backbones.cache import check_capacity, extend, init_cache
 from calyrex_jax.backbones.rope import RopeSpec
 from calyrex_jax.backbones.spec import DecoderSpec
 from calyrex_jax.core.errors import UserError
+from calyrex_jax.core.numerics import stored
 from calyrex_jax.core.trees import flatten, map_with_path
 
 COMMON = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -216,6 +217,19 @@ def test_separate_layers_equal_the_stack_with_and_without_a_cache():
         want, want_cache = decoder.run_layers(spec, tree["layers"], x, context, 0, 3, cache, fill)
         got, got_cache = decoder.run_layers(spec, parts, x, context, 0, 3, cache, fill)
         chex.assert_trees_all_close((got, got_cache), (want, want_cache), rtol=1e-5, atol=1e-5)
+
+
+def test_a_stored_stack_gives_the_same_bits_and_the_same_separate_layers():
+    spec, (tokens,) = SPECS["llama"], prompts(12)
+    tree = decoder.init_params(spec, jax.random.key(1), jnp.bfloat16)
+    kept = jax.tree.map(stored, tree["layers"])
+    tokens, positions, segments = row(tokens)
+    context = decoder.make_context(spec, positions, segments)
+    x = decoder.embed(spec, tree, tokens, positions)
+    run = jax.jit(lambda layers: decoder.run_layers(spec, layers, x, context, 0, 3)[0])
+    chex.assert_trees_all_equal(run(kept), run(tree["layers"]))
+    chex.assert_trees_all_equal(decoder.unstack(kept), decoder.unstack(tree["layers"]))
+    assert {leaf.dtype for leaf in jax.tree.leaves(decoder.unstack(kept))} == {jnp.dtype(jnp.bfloat16)}
 
 
 def test_bfloat16_stays_close_to_float32_and_returns_float32_logits():

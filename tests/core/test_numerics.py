@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from calyrex_jax.core.numerics import matmul, put, storage_type, take_layer
+from calyrex_jax.core.numerics import matmul, put, storage_type, stored, take_layer
 
 
 def draw(*shape, dtype=jnp.float32, seed=0):
@@ -49,3 +49,12 @@ def test_buffers_hold_exactly_what_was_put(dtype):
 def test_layers_of_a_bfloat16_stack_are_taken_bit_for_bit():
     stack = draw(4, 3, 5, dtype=jnp.bfloat16)
     chex.assert_trees_all_equal(jax.jit(take_layer)(stack, 2), stack[2])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_stored_stack_gives_the_same_layers(dtype):
+    stack = draw(4, 3, 5, dtype=dtype)
+    kept = stored(stack)
+    assert kept.dtype == storage_type(dtype) and kept.nbytes == stack.nbytes
+    chex.assert_trees_all_equal(jax.jit(take_layer)(kept, 2), stack[2])
+    assert stored(kept) is kept

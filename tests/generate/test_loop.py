@@ -248,8 +248,10 @@ def test_layers_of_their_own_change_no_reply(name, monkeypatch):
 
 def test_layers_are_unstacked_where_that_pays(monkeypatch):
     """SmolLM2-135M's 30 layers: for a thousand steps of one shape, not for forty, nor for an evaluation of many shapes."""
-    layers = {"w": jax.ShapeDtypeStruct((30, 3538944), jnp.bfloat16)}
+    layers = {"w": jax.ShapeDtypeStruct((30, 3538944), jnp.float32)}
     assert loop.worth_unstacking(layers, 1000, 1)
+    for narrow in (jnp.bfloat16, jnp.uint16):
+        assert not loop.worth_unstacking({"w": jax.ShapeDtypeStruct((30, 3538944), narrow)}, 1000, 1)
     assert not loop.worth_unstacking(layers, 40, 1) and not loop.worth_unstacking(layers, 1000, 7)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert not loop.worth_unstacking(layers, 1000, 1)
