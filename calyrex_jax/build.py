@@ -152,9 +152,14 @@ def fresh_adapters(run: Run) -> Tree:
     return jax.jit(make, out_shardings=placed)(key)
 
 
-def brought_adapters(run: Run) -> Tree:
-    """The trainable tree: fresh, but for what config.adapter.init_from brings from other runs ("cal=DIR,lora=DIR")."""
+def brought_adapters(run: Run, backbone: Tree | None = None) -> Tree:
+    """The trainable tree: fresh, but for what config.adapter.init_from brings from other runs ("cal=DIR,lora=DIR").
+
+    With `backbone`, for training, config.cal.init is obeyed: what CAL blocks take over from their neighbouring layers.
+    """
     tree = fresh_adapters(run)
+    if backbone is not None and run.config.cal.init == "layer" and "cal" in tree:
+        tree["cal"] = taken_over(run.spec, backbone["layers"], tree["cal"])
     for entry in filter(None, (part.strip() for part in run.config.adapter.init_from.split(","))):
         name, _, directory = entry.partition("=")
         if name not in tree or not directory:
@@ -163,6 +168,20 @@ def brought_adapters(run: Run) -> Tree:
             )
         tree[name] = restored(run, Path(directory), {name: tree[name]})[1][name]
     return tree
+
+
+def taken_over(spec: DecoderSpec, layers: Tree, blocks: Tree) -> Tree:
+    """CAL blocks {boundary_26: …} that start from W_Q, W_K, W_V and the norm of the frozen layer behind each boundary.
+
+    The last boundary takes the last layer. W_O and W_D stay zero, so nothing else changes at initialisation.
+    """
+    found = {}
+    for key, block in blocks.items():
+        layer = min(int(key.removeprefix("boundary_")), spec.num_layers - 1)
+        taken = {name: numerics.take_layer(layers["attn"][name], layer) for name in ("w_q", "w_k", "w_v")}
+        taken["attn_norm"] = numerics.take_layer(layers["attn_norm"]["scale"], layer)
+        found[key] = block | {n: jax.device_put(v.astype(block[n].dtype), block[n].sharding) for n, v in taken.items()}
+    return found
 
 
 def restored(run: Run, workdir: Path, like: Tree) -> tuple[int, Tree]:

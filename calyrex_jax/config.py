@@ -35,6 +35,7 @@ def default_config() -> ConfigDict:
     config.cal.gate_mlp_by_span = True
     config.cal.rope = False
     config.cal.rope_theta = 10000.0
+    config.cal.init = "random"  # or layer: W_Q, W_K, W_V and the norm start from the frozen layer behind each boundary
     config.cal.mlp_dim = 0  # 0: half the model width, rounded down to a multiple of 128
 
     config.chat = ConfigDict()
@@ -119,6 +120,7 @@ def check(config: ConfigDict) -> None:
     choices = {
         "backbone.dtype": ("float32", "bfloat16"),
         "chat.system_role": ("error", "merge"),
+        "cal.init": ("random", "layer"),
         "data.prefix_cache": ("off", "float32", "bfloat16"),
         "eval.after_training": ("", "rules"),
     }

@@ -108,7 +108,7 @@ def _train(
     # The frozen backbone, and the trainable tree with its optimiser.
     backbone = build.load_weights(run)
     checksum = trees.checksum(backbone)
-    adapters = build.brought_adapters(run)
+    adapters = build.brought_adapters(run, backbone)
     settings = build.optimizer_config(config)
     optimizer = make_optimizer(settings, adapters)
     state, placed = place_state(optimizer, adapters, mesh)
