@@ -1,6 +1,6 @@
 """Speed and memory as ratios, measured in one run against torch with peft's LoRA and transformers' generate.
 
-    python -m calyrex_jax.bench                                    # everything, about eight minutes on two cores
+    python -m calyrex_jax.bench                                    # everything
     python -m calyrex_jax.bench --only=train,decode --steps=20 --json=bench.json
 
 Ours is a CAL adapter at late8th, theirs LoRA of rank 16 on every linear layer, on the same float32 checkpoint, with the

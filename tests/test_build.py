@@ -16,10 +16,7 @@ from tests.tiny_runs import make_config
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    root = tmp_path_factory.mktemp("starts")
-    tiny_runs.write_model(root / "model")
-    tiny_runs.write_corpus(root / "chats.jsonl")
-    return root
+    return tiny_runs.furnish(tmp_path_factory.mktemp("starts"))
 
 
 @pytest.fixture(scope="module")

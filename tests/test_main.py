@@ -21,10 +21,7 @@ def environment(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    root = tmp_path_factory.mktemp("main")
-    tiny_runs.write_model(root / "model")
-    tiny_runs.write_corpus(root / "chats.jsonl")
-    return root
+    return tiny_runs.furnish(tmp_path_factory.mktemp("main"))
 
 
 @pytest.mark.slow

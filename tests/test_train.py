@@ -41,10 +41,7 @@ def environment(tmp_path_factory):
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, environment):
     """A directory with model/ and chats.jsonl, where the module's runs go."""
-    root = tmp_path_factory.mktemp("runs")
-    tiny_runs.write_model(root / "model")
-    tiny_runs.write_corpus(root / "chats.jsonl")
-    return root
+    return tiny_runs.furnish(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")

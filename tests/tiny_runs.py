@@ -51,6 +51,13 @@ def write_model(directory: Path, seed: int = 0, change=lambda tree: tree, **chan
     return directory
 
 
+def furnish(root: Path) -> Path:
+    """root with model/ and chats.jsonl in it."""
+    write_model(root / "model")
+    write_corpus(root / "chats.jsonl")
+    return root
+
+
 def conversation(user: str, reply: str | None = None, system: str | None = None, **more) -> dict:
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": user})
