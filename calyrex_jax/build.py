@@ -106,6 +106,7 @@ def make_cal(config: ConfigDict, spec: DecoderSpec) -> cal.Cal:
         norm_eps=spec.norm_eps,
         keys=config.cal.keys_from,
         gate_mlp_by_span=config.cal.gate_mlp_by_span,
+        copy=config.cal.copying,
         rope_theta=config.cal.rope_theta if config.cal.rope else None,
     )
     return cal.Cal(block, placement.boundaries(config.adapter.placement, spec.num_layers))

@@ -33,6 +33,7 @@ def default_config() -> ConfigDict:
     config.cal = ConfigDict()
     config.cal.keys_from = "span"  # or all: the control without the span mask (a ConfigDict cannot hold a field named keys)
     config.cal.gate_mlp_by_span = True
+    config.cal.copying = False  # a path of its own for copying the span's tokens (adapters/cal.py; not the paper's)
     config.cal.rope = False
     config.cal.rope_theta = 10000.0
     config.cal.init = "random"  # or layer: W_Q, W_K, W_V and the norm start from the frozen layer behind each boundary

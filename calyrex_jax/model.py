@@ -71,10 +71,10 @@ class Model:
         backbone = params["backbone"]
         x = self.prefix(backbone, batch) if prefix is None else jnp.asarray(prefix, backbone["embed"]["tokens"].dtype)
         context = decoder.make_context(self.spec, batch.positions, batch.segments)
-        layer = self.first_boundary
+        layer, outputs = self.first_boundary, decoder.head_rows(backbone, batch.tokens)
         for boundary in self.boundaries:
             x, _ = decoder.run_layers(self.spec, backbone["layers"], x, context, layer, boundary)
-            site = Site(x, batch.positions, batch.segments, batch.span, boundary)
+            site = Site(x, outputs, batch.positions, batch.segments, batch.span, boundary)
             for adapter, leaves in self._at(params["adapters"], boundary):
                 site = site.replace(x=adapter.apply(leaves, site))
             x, layer = site.x, boundary
@@ -115,10 +115,10 @@ class Model:
         total = lengths + new_tokens
         context = decoder.make_context(self.spec, batch.positions, batch.segments, total)
         states: Tree = {adapter.name: {} for adapter in self.adapters}
-        layer = self.first_boundary
+        layer, outputs = self.first_boundary, decoder.head_rows(backbone, batch.tokens)
         for boundary in self.boundaries:
             x, cache = decoder.run_layers(self.spec, backbone["layers"], x, context, layer, boundary, cache, fill=True)
-            site = Site(x, batch.positions, batch.segments, batch.span, boundary)
+            site = Site(x, outputs, batch.positions, batch.segments, batch.span, boundary)
             for adapter, leaves in self._at(params["adapters"], boundary):
                 x, state = adapter.prefill(leaves, site, capacity)
                 states[adapter.name][boundary_key(boundary)] = state
@@ -140,11 +140,11 @@ class Model:
         context = decoder.make_context(self.spec, positions, segments, state.total)
         x = decoder.embed(self.spec, backbone, tokens[:, None], positions)
         states: Tree = {adapter.name: {} for adapter in self.adapters}
-        layer = 0
+        layer, outputs = 0, decoder.head_rows(backbone, tokens[:, None])
         no_span = jnp.zeros((tokens.shape[0], 0), jnp.int32)
         for boundary in self.boundaries:
             x, cache = decoder.run_layers(self.spec, backbone["layers"], x, context, layer, boundary, cache)
-            site = Site(x, positions, segments, no_span, boundary)
+            site = Site(x, outputs, positions, segments, no_span, boundary)
             for adapter, leaves in self._at(params["adapters"], boundary):
                 key = boundary_key(boundary)
                 x, states[adapter.name][key] = adapter.decode(leaves, site, state.adapters[adapter.name][key])

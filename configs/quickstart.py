@@ -15,17 +15,18 @@ def get_config():
     config.adapter.placement = "late8th"
     config.data.source = "rules"
     config.cal.init = "layer"
-    config.data.size = 3200
+    config.cal.copying = True
+    config.data.size = 3600
     config.data.max_length = 256
     config.data.packing = True  # about seven conversations in two rows
     config.data.prefix_cache = "bfloat16"
-    config.train.steps = 800
+    config.train.steps = 680
     config.train.batch_size = 2
     config.train.learning_rate = 1.5e-3
     config.train.warmup_steps = 40
     config.train.beta2 = 0.99
     config.train.loss_chunk = 64
     config.eval.batch_size = 64
-    config.eval.max_new_tokens = 40
+    config.eval.max_new_tokens = 32
     config.eval.after_training = "rules"
     return config

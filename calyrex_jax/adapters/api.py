@@ -19,6 +19,7 @@ class Site:
     """The residual stream at one boundary and what describes its positions.
 
     x          [B, T, D] in the backbone's type
+    outputs    [B, T, D], the output head's rows of the same positions' tokens: what, in the stream, predicts them
     positions  [B, T] int32, restarting at every segment
     segments   [B, T] int32, 0 in padding
     span       [B, S] int32 slots of the system span, -1 unused (empty while decoding: the adapter keeps its own state)
@@ -26,6 +27,7 @@ class Site:
     """
 
     x: Array
+    outputs: Array
     positions: Array
     segments: Array
     span: Array

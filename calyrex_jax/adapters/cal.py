@@ -3,7 +3,14 @@
     X'  = X  + Attn(q = RMSNorm(X) W_Q, k = RMSNorm(X) W_K, v = RMSNorm(X) W_V) W_O     keys and values of the span alone
     X'' = X' + SwiGLU(RMSNorm(X')) W_D
 
-W_O and W_D are zero at initialisation, so X'' equals X exactly; nothing else is, or their gradients would be zero too.
+With `copy` (ours, not the paper's; after the pointer-generator of See et al., arXiv 1704.04368) the attention also points:
+
+    X' += rms(X) · sum over heads n of (RMSNorm(X) W_C)_n / D · sum over s of p_n(t, s) · c * RMSNorm(U_s)
+
+with p_n the block's own attention weights, U_s the output head's row of the token at s and c a vector. Late states hold what
+comes next rather than which token stands there, so that without this a word never seen in training is hard to copy.
+
+W_O, W_D and W_C are zero at initialisation, so X'' equals X exactly; nothing else is, or their gradients would be zero too.
 """
 
 from __future__ import annotations
@@ -17,7 +24,7 @@ import jax.numpy as jnp
 
 from calyrex_jax.adapters.api import Site, boundary_key
 from calyrex_jax.core.errors import UserError
-from calyrex_jax.core.numerics import attend, matmul
+from calyrex_jax.core.numerics import attend, matmul, point
 from calyrex_jax.core.types import Array, Tree
 
 
@@ -33,6 +40,7 @@ class CalConfig:
 
     keys              "span": keys and values from the system span; "all": from every position, the control
     gate_mlp_by_span  a position that sees no span position passes unchanged, so that no system prompt means no change
+    copy              the path that points at tokens of the span
     rope_theta        None: positions do not matter, anchoring does not fade with distance; else the rotary base
     """
 
@@ -44,6 +52,7 @@ class CalConfig:
     norm_eps: float
     keys: Literal["span", "all"] = "span"
     gate_mlp_by_span: bool = True
+    copy: bool = False
     rope_theta: float | None = None
 
     def __post_init__(self):
@@ -85,6 +94,9 @@ class CalBlock(nn.Module):
         self.w_q = self.param("w_q", fan_in(in_axis=0, out_axis=(1, 2)), (d, n, h))
         self.w_k = self.param("w_k", fan_in(in_axis=0, out_axis=(1, 2)), (d, k, h))
         self.w_v = self.param("w_v", fan_in(in_axis=0, out_axis=(1, 2)), (d, k, h))
+        if c.copy:
+            self.w_copy = self.param("w_copy", nn.initializers.zeros, (d, n))
+            self.copy_scale = self.param("copy_scale", nn.initializers.ones, (d,))
         self.w_o = self.param("w_o", nn.initializers.zeros, (n, h, d))
         self.mlp_norm = self.param("mlp_norm", nn.initializers.ones, (d,))
         self.w_gate = self.param("w_gate", fan_in(), (d, f))
@@ -99,14 +111,24 @@ class CalBlock(nn.Module):
             k = _rotate(k, positions, self.config.rope_theta)
         return k, v
 
-    def __call__(self, x: Array, positions: Array, k: Array, v: Array, mask: Array, sees_span: Array) -> Array:
-        """X'' of the module's equations; mask [B, T, S], sees_span [B, T]."""
+    def __call__(
+        self, x: Array, positions: Array, k: Array, v: Array, outputs: Array, mask: Array, sees_span: Array
+    ) -> Array:
+        """X'' of the module's equations; outputs [B, S, D] are U, mask [B, T, S], sees_span [B, T]."""
         out = x
         if k.shape[1]:  # no slot at all: nobody sees anything, attention adds zero
-            q = matmul(_rms_norm(x, self.attn_norm, self.config.norm_eps), self.w_q)
+            normed = _rms_norm(x, self.attn_norm, self.config.norm_eps)
+            q = matmul(normed, self.w_q)
             if self.config.rope_theta is not None:
                 q = _rotate(q, positions, self.config.rope_theta)
-            out = out + matmul(attend(q * self.config.head_dim**-0.5, k, v, mask), self.w_o, 2)
+            q = q * self.config.head_dim**-0.5
+            out = out + matmul(attend(q, k, v, mask), self.w_o, 2)
+            if self.config.copy:
+                gates = matmul(normed, self.w_copy).astype(jnp.float32) / self.config.embed_dim
+                rows = _rms_norm(outputs, self.copy_scale, self.config.norm_eps).astype(jnp.float32)
+                # eps: the root's slope at zero, where a row is padding, is infinite
+                size = jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True) + self.config.norm_eps)
+                out = out + (size * (point(q, k, gates, mask) @ rows)).astype(x.dtype)
         normed = _rms_norm(out, self.mlp_norm, self.config.norm_eps)
         # float32 between the maps: on CPUs an activation of bfloat16 numbers takes twice as long
         inner = jax.nn.silu(matmul(normed, self.w_gate).astype(jnp.float32)) * matmul(normed, self.w_up)
@@ -128,7 +150,7 @@ class Cal:
     def init(self, key: jax.Array) -> Tree:
         block, width = CalBlock(self.config), self.config.embed_dim
         none = jnp.zeros((1, 0, self.config.num_kv_heads, self.config.head_dim))
-        arguments = (jnp.zeros((1, 1, width)), jnp.zeros((1, 1), jnp.int32), none, none)
+        arguments = (jnp.zeros((1, 1, width)), jnp.zeros((1, 1), jnp.int32), none, none, jnp.zeros((1, 0, width)))
         masks = (jnp.zeros((1, 1, 0), bool), jnp.zeros((1, 1), bool))
         # jitted: linen's init runs the block once, which op by op would compile dozens of programs
         init = jax.jit(lambda key: block.init(key, *arguments, *masks)["params"])
@@ -138,8 +160,11 @@ class Cal:
     def apply(self, params: Tree, site: Site) -> jax.Array:
         return self._whole(params, site)[0]
 
-    def _whole(self, params: Tree, site: Site) -> tuple[jax.Array, Array, Array]:
-        """The adapted stream and the block's keys and values: [B, S, K, H], or [B, T, K, H] for keys="all"."""
+    def _whole(self, params: Tree, site: Site) -> tuple[jax.Array, Tree]:
+        """The adapted stream, and what the block attends to: keys and values [B, S, K, H], with `copy` outputs [B, S, D].
+
+        For keys="all", S is T.
+        """
         length = site.x.shape[1]
         used = site.span >= 0
         index = jnp.maximum(site.span, 0)
@@ -148,28 +173,29 @@ class Cal:
         in_span = used[:, None, :] & (site.span[:, None, :] <= here) & (origin[:, None, :] == site.segments[:, :, None])
         sees_span = in_span.any(-1)
         if self.config.keys == "span":
-            source = jnp.take_along_axis(site.x, index[..., None], axis=1)
+            source, outputs = (jnp.take_along_axis(a, index[..., None], axis=1) for a in (site.x, site.outputs))
             positions, mask = jnp.take_along_axis(site.positions, index, axis=1), in_span
         else:
             same = (site.segments[:, :, None] == site.segments[:, None, :]) & (site.segments[:, :, None] > 0)
-            source, positions, mask = site.x, site.positions, same & jnp.tri(length, dtype=bool)[None]
+            source, outputs, positions = site.x, site.outputs, site.positions
+            mask = same & jnp.tri(length, dtype=bool)[None]
         if self.config.gate_mlp_by_span and site.span.shape[1] == 0 and self.config.keys == "span":
-            shape = (site.x.shape[0], 0, self.config.num_kv_heads, self.config.head_dim)
-            return site.x, jnp.zeros(shape, site.x.dtype), jnp.zeros(shape, site.x.dtype)
+            none = jnp.zeros((site.x.shape[0], 0, self.config.num_kv_heads, self.config.head_dim), site.x.dtype)
+            return site.x, {"k": none, "v": none} | ({"outputs": outputs} if self.config.copy else {})
         block = CalBlock(self.config).bind({"params": params})
         k, v = block.keys_values(source, positions)
-        return block(site.x, site.positions, k, v, mask, sees_span), k, v
+        out = block(site.x, site.positions, k, v, outputs, mask, sees_span)
+        return out, {"k": k, "v": v} | ({"outputs": outputs} if self.config.copy else {})
 
     def prefill(self, params: Tree, site: Site, capacity: int) -> tuple[jax.Array, Tree]:
-        x, k, v = self._whole(params, site)
+        x, seen = self._whole(params, site)
         sees_span = (site.span >= 0).any(-1)  # a whole prompt's span lies before every token that follows it
         if self.config.keys == "span":
-            return x, {"k": k, "v": v, "valid": site.span >= 0, "sees_span": sees_span}
+            return x, seen | {"valid": site.span >= 0, "sees_span": sees_span}
+        seen = seen | {"valid": site.segments > 0}
         room = capacity - site.x.shape[1]
-        grow = ((0, 0), (0, room), (0, 0), (0, 0))
-        valid = jnp.pad(site.segments > 0, ((0, 0), (0, room)))
-        length = jnp.asarray(site.x.shape[1], jnp.int32)
-        return x, {"k": jnp.pad(k, grow), "v": jnp.pad(v, grow), "valid": valid, "sees_span": sees_span, "length": length}
+        grown = {name: jnp.pad(a, ((0, 0), (0, room)) + ((0, 0),) * (a.ndim - 2)) for name, a in seen.items()}
+        return x, grown | {"sees_span": sees_span, "length": jnp.asarray(site.x.shape[1], jnp.int32)}
 
     def decode(self, params: Tree, site: Site, state: Tree) -> tuple[jax.Array, Tree]:
         if self.config.gate_mlp_by_span and state["k"].shape[1] == 0:
@@ -177,12 +203,12 @@ class Cal:
         block = CalBlock(self.config).bind({"params": params})
         if self.config.keys == "all":
             k, v = block.keys_values(site.x, site.positions)
+            new = {"k": k, "v": v, "outputs": site.outputs, "valid": site.segments > 0}
             at = state["length"]
-            state = state | {
-                "k": jax.lax.dynamic_update_slice(state["k"], k, (0, at, 0, 0)),
-                "v": jax.lax.dynamic_update_slice(state["v"], v, (0, at, 0, 0)),
-                "valid": jax.lax.dynamic_update_slice(state["valid"], site.segments > 0, (0, at)),
-                "length": at + site.x.shape[1],
-            }
-        mask = state["valid"][:, None, :]
-        return block(site.x, site.positions, state["k"], state["v"], mask, state["sees_span"][:, None]), state
+            for name in new.keys() & state.keys():
+                place = (0, at) + (0,) * (new[name].ndim - 2)
+                state = state | {name: jax.lax.dynamic_update_slice(state[name], new[name], place)}
+            state = state | {"length": at + site.x.shape[1]}
+        mask, sees_span = state["valid"][:, None, :], state["sees_span"][:, None]
+        outputs = state.get("outputs", site.outputs)
+        return block(site.x, site.positions, state["k"], state["v"], outputs, mask, sees_span), state

@@ -223,6 +223,11 @@ def head_matrix(backbone: Tree) -> jax.Array:
     return backbone["head"]["w"] if "head" in backbone else backbone["embed"]["tokens"]
 
 
+def head_rows(backbone: Tree, tokens: jax.Array) -> jax.Array:
+    """The head's rows of tokens, [B, T] int32 -> [B, T, D]."""
+    return jnp.take(head_matrix(backbone), tokens, axis=0, mode="clip")
+
+
 def logits(spec: DecoderSpec, backbone: Tree, x: jax.Array) -> jax.Array:
     """Float32 logits over all rows of the embedding, [..., D] -> [..., V]; x after the final norm."""
     return jnp.einsum("...d,vd->...v", x, head_matrix(backbone), preferred_element_type=jnp.float32)

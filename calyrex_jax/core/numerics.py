@@ -54,20 +54,33 @@ def attend(q: Array, k: Array, v: Array, mask: Array) -> jax.Array:
     an exact zero, not the mean of what is masked, and its gradients are zero too.
     """
     b, t, n, h = q.shape
+    weights, total = _softmax_parts(q, k, mask)
+    weights = weights.astype(v.dtype).reshape(b, k.shape[2], -1, k.shape[1])
+    out = jnp.einsum("bkqs,bksh->bkqh", weights, v.transpose(0, 2, 1, 3), preferred_element_type=jnp.float32)
+    out = out.reshape(*total.shape[:-1], h) / total
+    return out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, h).astype(v.dtype)
+
+
+def point(q: Array, k: Array, gates: Array, mask: Array) -> jax.Array:
+    """What `attend` looks at, summed over heads with the weights gates [B, T, N]: [B, T, S] float32."""
+    weights, total = _softmax_parts(q, k, mask)
+    gates = gates.reshape(*gates.shape[:2], *weights.shape[1:3]).transpose(0, 2, 3, 1)
+    return jnp.einsum("bkgts,bkgt->bts", weights, gates / total[..., 0])
+
+
+def _softmax_parts(q: Array, k: Array, mask: Array) -> tuple[Array, Array]:
+    """A softmax's numerators [B, K, G, T, S] and denominators [B, K, G, T, 1], float32; all 0 over 0.5 where no key is seen."""
+    b, t, n, h = q.shape
     heads, groups = k.shape[2], n // k.shape[2]
     # the queries of a group are rows of one matrix product, and heads lead: a fifth faster on CPUs than one einsum
     q = q.reshape(b, t, heads, groups, h).transpose(0, 2, 3, 1, 4).reshape(b, heads, groups * t, h)
-    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    scores = jnp.einsum("bkqh,bksh->bkqs", q, k, preferred_element_type=jnp.float32)
+    scores = jnp.einsum("bkqh,bksh->bkqs", q, k.transpose(0, 2, 1, 3), preferred_element_type=jnp.float32)
     scores = jnp.where(mask[:, None, None], scores.reshape(b, heads, groups, t, -1), MASKED)
     # MASKED lies so far below this bound that exp gives an exact zero, also where a row has nothing but MASKED
     top = jnp.maximum(jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)), MASKED / 10)
     weights = jnp.exp(scores - top)
-    total = jnp.sum(weights, axis=-1, keepdims=True)  # at least 1 where any key is seen, else 0
-    weights = weights.astype(v.dtype).reshape(b, heads, groups * t, -1)
-    out = jnp.einsum("bkqs,bksh->bkqh", weights, v, preferred_element_type=jnp.float32)
-    out = out.reshape(b, heads, groups, t, h) / jnp.maximum(total, 0.5)
-    return out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, h).astype(v.dtype)
+    # the sum is at least 1 where any key is seen, else 0
+    return weights, jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 0.5)
 
 
 def settle(x: Array) -> jax.Array:

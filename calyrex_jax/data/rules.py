@@ -21,7 +21,7 @@ from calyrex_jax.data.rules_questions import Question, frozen_replies, prompt_id
 
 # Shares of the training mixture by rule; combinations are joined by "+".
 TRAINING_RULES = {
-    "begin": 20, "end": 20, "json": 12, "upper": 6, "lower": 6, "one_word": 5, "max_words": 6, "bullets": 6, "no_letter": 4,
+    "begin": 26, "end": 26, "json": 13, "upper": 6, "lower": 6, "one_word": 5, "max_words": 6, "bullets": 6, "no_letter": 4,
     "no_word": 4, "begin+end": 2, "begin+upper": 2, "end+upper": 2, "begin+lower": 2, "end+lower": 2, "one_word+upper": 1,
     "one_word+lower": 1, "bullets+upper": 1,
 }  # fmt: skip

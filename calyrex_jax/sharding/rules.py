@@ -35,8 +35,9 @@ BACKBONE_RULES = (
     (r"head/w", P("tensor", "fsdp")),
 )
 ADAPTER_RULES = (
-    (r"cal/boundary_\d+/(attn_norm|mlp_norm)", P()),
+    (r"cal/boundary_\d+/(attn_norm|mlp_norm|copy_scale)", P()),
     (r"cal/boundary_\d+/w_[qkv]", P("fsdp", "tensor", None)),
+    (r"cal/boundary_\d+/w_copy", P("fsdp", "tensor")),
     (r"cal/boundary_\d+/w_o", P("tensor", None, "fsdp")),
     (r"cal/boundary_\d+/w_(gate|up)", P("fsdp", "tensor")),
     (r"cal/boundary_\d+/w_down", P("tensor", "fsdp")),

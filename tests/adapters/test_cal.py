@@ -114,7 +114,7 @@ def test_a_block_equals_its_equations_written_as_a_plain_loop(changes):
     leaves = tiny.perturbed(cal.init(jax.random.key(0))["boundary_2"])
     batch = mixed_batch()
     x = np.random.default_rng(0).normal(size=(*batch.tokens.shape, SPEC.embed_dim)).astype(np.float32)
-    found = np.asarray(jax.jit(cal.apply)(leaves, Site(x, batch.positions, batch.segments, batch.span, 2)))
+    found = np.asarray(jax.jit(cal.apply)(leaves, Site(x, x, batch.positions, batch.segments, batch.span, 2)))
     for row in range(len(x)):
         masks = batch.positions[row], batch.segments[row], batch.system[row]
         expected = plain_block(leaves, config, x[row].astype(np.float64), *masks)
@@ -133,7 +133,7 @@ def test_values_and_gradients_are_finite_where_rows_see_nothing(width, changes, 
     x = jnp.zeros((*batch.tokens.shape, SPEC.embed_dim), dtype)  # padding may be all zeros, the norm's hardest case
 
     def total(leaves, x):
-        return cal.apply(leaves, Site(x, batch.positions, batch.segments, batch.span, 2)).astype(jnp.float32).sum()
+        return cal.apply(leaves, Site(x, x, batch.positions, batch.segments, batch.span, 2)).astype(jnp.float32).sum()
 
     value, grads = jax.jit(jax.value_and_grad(total, argnums=(0, 1)))(leaves, x)
     chex.assert_tree_all_finite((value, grads))
@@ -196,7 +196,9 @@ def test_the_cost_is_length_times_span():
     cal = Cal(tiny.cal_config(SPEC), (2,))
     leaves = cal.init(jax.random.key(0))["boundary_2"]
     whole = jnp.zeros((1, length), jnp.int32)
-    site = Site(jnp.zeros((1, length, 32)), whole, whole + 1, jnp.zeros((1, width), jnp.int32), 2)
+    site = Site(
+        jnp.zeros((1, length, 32)), jnp.zeros((1, length, 32)), whole, whole + 1, jnp.zeros((1, width), jnp.int32), 2
+    )
     found = shapes(jax.make_jaxpr(cal.apply)(leaves, site).jaxpr)
     assert (1, 2, 2, length, width) in found  # the scores
     assert not any(shape.count(length) > 1 for shape in found)
@@ -207,10 +209,10 @@ def test_decoding_state_is_made_once_and_never_grows():
     leaves = tiny.perturbed(cal.init(jax.random.key(0))["boundary_2"])
     batch = tiny.packed([[c] for c in tiny.conversations((9, 12, 7, 13))], 16, left_pad=True)
     x = jax.random.normal(jax.random.key(1), (4, 16, 32))
-    _, state = cal.prefill(leaves, Site(x, batch.positions, batch.segments, batch.span, 2), capacity=64)
+    _, state = cal.prefill(leaves, Site(x, x, batch.positions, batch.segments, batch.span, 2), capacity=64)
     assert state["k"].shape == (4, 8, 2, 8)
     one = jnp.ones((4, 1), jnp.int32)
-    _, after = cal.decode(leaves, Site(x[:, :1], one, one, jnp.zeros((4, 0), jnp.int32), 2), state)
+    _, after = cal.decode(leaves, Site(x[:, :1], x[:, :1], one, one, jnp.zeros((4, 0), jnp.int32), 2), state)
     chex.assert_trees_all_equal(after, state)
 
 

@@ -50,7 +50,7 @@ def test_values_and_gradients_equal_torchs(changes):
     weigh = weigh * (batch.segments > 0)[..., None]
 
     def total(leaves, x):
-        out = cal.apply(leaves, Site(x, batch.positions, batch.segments, batch.span, 2))
+        out = cal.apply(leaves, Site(x, x, batch.positions, batch.segments, batch.span, 2))
         return (out * weigh).sum(), out
 
     (_, out), (slopes, slope_x) = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))(leaves, jnp.asarray(x))
