@@ -26,9 +26,11 @@ def jitted(model):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("placement", ["late8th", "every", "early8th", "4"])
-def test_at_initialisation_logits_equal_the_backbones_bit_for_bit(placement, dtype):
-    plain, adapted = tiny.model(SPEC), tiny.model(SPEC, placement)
+@pytest.mark.parametrize(
+    ("placement", "copy"), [("late8th", False), ("every", False), ("early8th", False), ("4", False), ("late8th", True)]
+)
+def test_at_initialisation_logits_equal_the_backbones_bit_for_bit(placement, copy, dtype):
+    plain, adapted = tiny.model(SPEC), tiny.model(SPEC, placement, copy=copy)
     backbone = tiny.backbone(SPEC, dtype=dtype)
     adapters = adapted.init_adapters(jax.random.key(3))
     for batch in (mixed_batch(), tiny.packed([tiny.without_system(tiny.conversations())], 40, width=0)):
@@ -37,9 +39,10 @@ def test_at_initialisation_logits_equal_the_backbones_bit_for_bit(placement, dty
         assert np.asarray(expected).tobytes() == np.asarray(found).tobytes()
 
 
+@pytest.mark.parametrize("copy", [False, True])
 @pytest.mark.parametrize("width", [0, 8])
-def test_without_a_system_prompt_a_trained_block_changes_nothing(width):
-    adapted = tiny.model(SPEC, "late8th")
+def test_without_a_system_prompt_a_trained_block_changes_nothing(width, copy):
+    adapted = tiny.model(SPEC, "late8th", copy=copy)
     params = tiny.params(adapted)
     batch = tiny.packed([[c] for c in tiny.without_system(tiny.conversations())], 16, width)
     expected = jitted(tiny.model(SPEC))(params, batch)
@@ -48,16 +51,17 @@ def test_without_a_system_prompt_a_trained_block_changes_nothing(width):
     assert np.abs(np.asarray(ungated - expected)).max() > 1e-2
 
 
+@pytest.mark.parametrize("copy", [False, True])
 @pytest.mark.parametrize("keys", ["span", "all"])
-def test_every_leaf_of_a_non_zero_state_matters(keys):
-    model = tiny.model(SPEC, "1,3", keys=keys, rope_theta=100.0)
+def test_every_leaf_of_a_non_zero_state_matters(keys, copy):
+    model = tiny.model(SPEC, "1,3", keys=keys, rope_theta=100.0, copy=copy)
     params, batch = tiny.params(model), mixed_batch()
     run = jitted(model)
     before = run(params, batch)
     leaves = trees.flatten(params["adapters"])
-    assert len(leaves) == 2 * 9
+    assert len(leaves) == 2 * (11 if copy else 9)
     for path, leaf in leaves.items():
-        moved = leaves | {path: leaf + 0.05 * jax.random.normal(jax.random.key(7), leaf.shape)}
+        moved = leaves | {path: leaf + (0.5 if "copy" in path else 0.05) * jax.random.normal(jax.random.key(7), leaf.shape)}
         change = np.abs(run({**params, "adapters": trees.unflatten(moved)}, batch) - before).max()
         assert np.isfinite(change) and change > 1e-4, path
 
@@ -74,8 +78,8 @@ def turned(x, position, theta):
     return np.concatenate([pairs.real, pairs.imag], axis=-1)
 
 
-def plain_block(leaves, config, x, positions, segments, system):
-    """The block's equations for one row, token by token: x [T, D] float64 and the row's masks -> [T, D]."""
+def plain_block(leaves, config, x, outputs, positions, segments, system):
+    """The block's equations for one row, token by token: x, outputs [T, D] float64 and the row's masks -> [T, D]."""
     p = {name: np.asarray(leaf, np.float64) for name, leaf in leaves.items()}
     out = np.zeros_like(x)
     for t in range(len(x)):
@@ -85,7 +89,7 @@ def plain_block(leaves, config, x, positions, segments, system):
         q = np.einsum("d,dnh->nh", norm(x[t], p["attn_norm"]), p["w_q"])
         if config.rope_theta is not None:
             q = turned(q, positions[t], config.rope_theta)
-        attended = np.zeros_like(q)
+        attended, pointed = np.zeros_like(q), np.zeros_like(x[t])
         for head in range(config.num_heads if keys else 0):
             group = head // (config.num_heads // config.num_kv_heads)
             k = [np.einsum("d,dkh->kh", norm(x[s], p["attn_norm"]), p["w_k"]) for s in keys]
@@ -95,7 +99,11 @@ def plain_block(leaves, config, x, positions, segments, system):
             scores = np.array([q[head] @ one[group] for one in k]) / np.sqrt(config.head_dim)
             weights = np.exp(scores - scores.max())
             attended[head] = (weights / weights.sum()) @ np.array(v)
-        middle = x[t] + np.einsum("nh,nhd->d", attended, p["w_o"])
+            if config.copy:
+                gate = norm(x[t], p["attn_norm"]) @ p["w_copy"][:, head] / config.embed_dim
+                pointed += gate * weights / weights.sum() @ np.array([norm(outputs[s], p["copy_scale"]) for s in keys])
+        size = np.sqrt((x[t] * x[t]).mean() + 1e-5)
+        middle = x[t] + np.einsum("nh,nhd->d", attended, p["w_o"]) + size * pointed
         normed = norm(middle, p["mlp_norm"])
         gate = normed @ p["w_gate"]
         after = middle + (gate / (1 + np.exp(-gate)) * (normed @ p["w_up"])) @ p["w_down"]
@@ -105,7 +113,8 @@ def plain_block(leaves, config, x, positions, segments, system):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"keys": "all"}, {"gate_mlp_by_span": False}, {"rope_theta": 100.0}, {"keys": "all", "gate_mlp_by_span": False}],
+    [{}, {"keys": "all"}, {"gate_mlp_by_span": False}, {"rope_theta": 100.0}, {"keys": "all", "gate_mlp_by_span": False}]
+    + [{"copy": True}, {"copy": True, "keys": "all"}],
 )
 def test_a_block_equals_its_equations_written_as_a_plain_loop(changes):
     """The mask rule for spans at the start, in the middle, none, several, and for packed segments."""
@@ -114,16 +123,17 @@ def test_a_block_equals_its_equations_written_as_a_plain_loop(changes):
     leaves = tiny.perturbed(cal.init(jax.random.key(0))["boundary_2"])
     batch = mixed_batch()
     x = np.random.default_rng(0).normal(size=(*batch.tokens.shape, SPEC.embed_dim)).astype(np.float32)
-    found = np.asarray(jax.jit(cal.apply)(leaves, Site(x, x, batch.positions, batch.segments, batch.span, 2)))
+    outputs = np.random.default_rng(1).normal(size=x.shape).astype(np.float32)
+    found = np.asarray(jax.jit(cal.apply)(leaves, Site(x, outputs, batch.positions, batch.segments, batch.span, 2)))
     for row in range(len(x)):
         masks = batch.positions[row], batch.segments[row], batch.system[row]
-        expected = plain_block(leaves, config, x[row].astype(np.float64), *masks)
+        expected = plain_block(leaves, config, x[row].astype(np.float64), outputs[row].astype(np.float64), *masks)
         real = batch.segments[row] > 0
         np.testing.assert_allclose(found[row][real], expected[real], rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("changes", [{}, {"keys": "all"}, {"gate_mlp_by_span": False}])
+@pytest.mark.parametrize("changes", [{}, {"keys": "all"}, {"gate_mlp_by_span": False}, {"copy": True}])
 @pytest.mark.parametrize("width", [0, 8])
 def test_values_and_gradients_are_finite_where_rows_see_nothing(width, changes, dtype):
     cal = Cal(tiny.cal_config(SPEC, **changes), (2,))
@@ -155,8 +165,8 @@ def test_attention_over_nothing_is_an_exact_zero():
 
 
 @pytest.mark.parametrize("keys", ["span", "all"])
-def test_both_zero_projections_receive_a_gradient_at_initialisation(keys):
-    model = tiny.model(SPEC, "late8th", keys=keys)
+def test_all_zero_projections_receive_a_gradient_at_initialisation(keys):
+    model = tiny.model(SPEC, "late8th", keys=keys, copy=True)
     backbone, batch = tiny.backbone(SPEC), mixed_batch()
     adapters = model.init_adapters(jax.random.key(0))
 
@@ -165,16 +175,16 @@ def test_both_zero_projections_receive_a_gradient_at_initialisation(keys):
         return jax.nn.log_softmax(logits)[..., 3].mean()
 
     for path, slope in trees.flatten(jax.jit(jax.grad(loss))(adapters)).items():
-        if path.split("/")[-1] in ("w_o", "w_down"):
+        if path.split("/")[-1] in ("w_o", "w_down", "w_copy"):
             assert np.abs(slope).max() > 1e-7, path
 
 
 def test_only_the_output_projections_start_at_zero():
-    cal = Cal(tiny.cal_config(SPEC), (3, 4))
+    cal = Cal(tiny.cal_config(SPEC, copy=True), (3, 4))
     leaves = trees.flatten(cal.init(jax.random.key(0)))
     assert {path.split("/")[0] for path in leaves} == {"boundary_3", "boundary_4"}
     for path, leaf in leaves.items():
-        zero = path.split("/")[-1] in ("w_o", "w_down")
+        zero = path.split("/")[-1] in ("w_o", "w_down", "w_copy")
         assert leaf.dtype == jnp.float32 and bool((leaf == 0).all()) == zero, path
     assert (leaves["boundary_3/w_q"] != leaves["boundary_4/w_q"]).any()
     assert leaves["boundary_3/w_q"].shape == (32, 4, 8) and leaves["boundary_3/w_k"].shape == (32, 2, 8)
@@ -214,6 +224,28 @@ def test_decoding_state_is_made_once_and_never_grows():
     one = jnp.ones((4, 1), jnp.int32)
     _, after = cal.decode(leaves, Site(x[:, :1], x[:, :1], one, one, jnp.zeros((4, 0), jnp.int32), 2), state)
     chex.assert_trees_all_equal(after, state)
+
+
+def test_copying_needs_no_training_on_a_token():
+    """A gate that is open at one position raises the logit of the token that is attended to, whichever token that is."""
+    spec = tiny.spec()
+    model, plain = tiny.model(spec, "4", copy=True), tiny.model(spec)
+    params = {"backbone": tiny.backbone(spec), "adapters": model.init_adapters(jax.random.key(0))}
+    leaves = params["adapters"]["cal"]["boundary_4"]
+    leaves["attn_norm"] = jnp.abs(leaves["attn_norm"])
+    run = jax.jit(model.logits)
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        [conversation] = tiny.conversations((9,))
+        tokens = rng.permutation(spec.vocab_size)[: len(conversation.tokens)].astype(np.int32)
+        system = np.arange(len(tokens)) == 1
+        batch = tiny.packed([[tiny.Conversation(tokens, system)]], 16, 8)
+        before = np.asarray(jax.jit(plain.logits)(params, batch))[0, len(tokens) - 1]
+        x = np.asarray(jax.jit(plain.hidden)(params, batch))[0, len(tokens) - 1]
+        opened = leaves | {"w_copy": jnp.asarray(np.tile(40 * np.sign(x)[:, None], (1, spec.num_heads)), jnp.float32)}
+        changed = {**params, "adapters": {"cal": {"boundary_4": opened}}}
+        after = np.asarray(run(changed, batch))[0, len(tokens) - 1]
+        assert (after - before).argmax() == tokens[1]
 
 
 def test_default_mlp_dim():

@@ -21,6 +21,8 @@ MODELS = {
     "keys=all": ("llama", "1,4", {"keys": "all"}),
     "gate off": ("llama", "1,4", {"gate_mlp_by_span": False}),
     "gate off, keys=all": ("llama", "2", {"gate_mlp_by_span": False, "keys": "all", "rope_theta": 100.0}),
+    "copying": ("llama", "late8th", {"copy": True}),
+    "copying, keys=all": ("llama", "1,4", {"copy": True, "keys": "all"}),
     "gpt2 frozen": ("gpt2", None, {}),
     "gpt2": ("gpt2", "late8th", {}),
     "sliding frozen": ("mistral", None, {}),

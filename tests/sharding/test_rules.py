@@ -29,7 +29,7 @@ def leaves_of(name, **changes):
 
 
 def adapter_leaves():
-    return jax.eval_shape(tiny.model(tiny.spec(), "every").init_adapters, jax.random.key(0))
+    return jax.eval_shape(tiny.model(tiny.spec(), "every", copy=True).init_adapters, jax.random.key(0))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "biased"])
