@@ -52,6 +52,8 @@ OPTIMIZER_FIELDS = tuple(
         "freeze",
     )
 )
+# what an adapter started from is no property of the trained one
+START_FIELDS = frozenset({"cal.init"})
 RESUME_FIELDS = (*BACKBONE_FIELDS, "adapter.name", "adapter.placement", *OPTIMIZER_FIELDS)
 
 
@@ -74,7 +76,7 @@ def _comparable(field: str, value: Any) -> Any:
 def config_differences(saved: dict, current: dict, fields: Sequence[str]) -> list[str]:
     """The fields that differ, one line each; `fields` names single fields ("train.beta2") or whole groups ("cal").
 
-    A field that one side lacks (it came or went with a version) is not a difference.
+    A field that one side lacks (it came or went with a version) is not a difference, nor what an adapter started from.
 
         >>> config_differences({"cal": {"keys": "span"}}, {"cal": {"keys": "all"}}, ["cal"])
         ["config.cal.keys was 'span' and is 'all'"]
@@ -82,7 +84,7 @@ def config_differences(saved: dict, current: dict, fields: Sequence[str]) -> lis
     old, new = _leaves(saved), _leaves(current)
     return [
         f"config.{path} was {old[path]!r} and is {new[path]!r}"
-        for path in sorted(old.keys() & new.keys())
+        for path in sorted((old.keys() & new.keys()) - START_FIELDS)
         if any(path == field or path.startswith(f"{field}.") for field in fields)
         and _comparable(path, old[path]) != _comparable(path, new[path])
     ]

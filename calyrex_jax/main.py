@@ -5,8 +5,12 @@ Exit status 0 when the job was done; 2 for a user's mistake, told in one line; 1
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import os
+import re
 import sys
+from pathlib import Path
 
 from absl import flags
 from ml_collections import config_flags
@@ -28,14 +32,25 @@ def _parse(argv: list[str]) -> None:
             _CONFIG.value.keys()  # a file that could not be read says so only when it is touched
     # absl would exit with 1 and config files can raise anything, also SystemExit: all of it is the user's to mend
     except (Exception, SystemExit) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
-        if said[0] in "\"'":  # a KeyError's text is the name alone
-            said = f"the config has no field {said.strip(said[0])}; calyrex_jax/config.py lists all"
-        raise UserError(f"command line: {said}") from None
+        raise UserError(_told(error)) from None
     if len(rest) > 1:
         raise UserError(f"command line: {rest[1]!r} is not understood; flags look like --mode=train")
     if _CONFIG.value is None:
         raise UserError("--config is missing; name a file with get_config(), such as --config=configs/quickstart.py")
+
+
+def _told(error: BaseException) -> str:
+    """What absl or a config file complains of, in one line."""
+    said = str(error).strip() or type(error).__name__
+    if said[0] in "\"'":  # a KeyError's text is the repr of what it says, and so is what absl makes of one
+        with contextlib.suppress(ValueError, SyntaxError):
+            said = str(ast.literal_eval(said))
+        name, *hint = said.strip().splitlines()
+        return " ".join([f"command line: the config has no field {name.strip()}; calyrex_jax/config.py lists all.", *hint])
+    last = said.splitlines()[-1].strip()
+    if (missing := re.search(r"\[Errno \d+\] (.+): '(.+)'", last)) is not None:
+        return f"--config={missing[2]}: {missing[1]}; name a file with get_config(), such as configs/quickstart.py"
+    return f"command line: {last}"
 
 
 def _run() -> int:
@@ -56,10 +71,15 @@ def main(argv: list[str]) -> int:
     if "--help" in argv:
         print(__doc__, flags.FLAGS.module_help(sys.modules[__name__]), sep="\n")
         return 0
+    workdir, existed = Path(), True
     try:
         _parse(argv)
+        workdir = Path(_WORKDIR.value).expanduser()
+        existed = workdir.exists()
         return _run()
     except UserError as error:
+        if not existed and workdir.is_dir() and not any(workdir.iterdir()):
+            workdir.rmdir()  # made for a run that did not begin
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
 

@@ -148,6 +148,7 @@ def test_config_differences_name_field_old_and_new():
         "config.train.beta2 was 0.999 and is 0.9",
     ]
     assert config_differences(CONFIG, CONFIG | {"lora": {"rank": 2}}, ["lora", "cal"]) == []  # a field of a later version
+    assert config_differences({"cal": {"init": "layer"}}, {"cal": {"init": "random"}}, ["cal"]) == []  # only how it started
     assert config_differences({"mesh": {"shape": (1, 2)}}, {"mesh": {"shape": [1, 2]}}, ["mesh"]) == []
     assert config_differences(CONFIG, changed(backbone__source="hf:someone/tiny"), ["backbone"]) == []
     assert len(config_differences(CONFIG, changed(backbone__source="/models/other"), ["backbone"])) == 1

@@ -197,9 +197,12 @@ def test_a_bad_line_is_named_before_anything_is_written(place, tmp_path, mode, n
     assert list((place / "fresh").iterdir()) == []
 
 
-def test_a_reply_at_the_end_leaves_nothing_to_generate(place, tmp_path):
-    said = refused(place, "generate", place / "chats.jsonl", tmp_path / "out.jsonl")
-    assert "chats.jsonl:1: the last message is a reply" in said
+def test_a_reply_at_the_end_is_generated_anew(place, tmp_path, capsys):
+    found = run(place, "generate", tmp_path / "out.jsonl", source=place / "chats.jsonl")
+    assert "4 conversations end with a reply; another is generated in its place" in capsys.readouterr().err
+    expected = run(place, "generate", tmp_path / "prompts.jsonl")
+    assert [line["tokens"] for line in found] == [line["tokens"] for line in expected]
+    assert [line["messages"] for line in found] == [row["messages"] for row in CHATS]
 
 
 @pytest.mark.parametrize("mode", ["score", "generate"])
