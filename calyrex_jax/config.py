@@ -10,6 +10,9 @@ def get_config():
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import re
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -165,3 +168,17 @@ def prepare_workdir(workdir: str) -> Path:
     except OSError as error:
         raise UserError(f"--workdir={workdir}: cannot be written ({error.strerror}); choose another directory") from None
     return path
+
+
+def complaint(error: BaseException) -> str:
+    """What absl or a config file complains of, in one line."""
+    said = str(error).strip() or type(error).__name__
+    if said[0] in "\"'":  # a KeyError's text is the repr of what it says, and so is what absl makes of one
+        with contextlib.suppress(ValueError, SyntaxError):
+            said = str(ast.literal_eval(said))
+        name, *hint = said.strip().splitlines()
+        return " ".join([f"command line: the config has no field {name.strip()}; calyrex_jax/config.py lists all.", *hint])
+    last = said.splitlines()[-1].strip()
+    if (missing := re.search(r"\[Errno \d+\] (.+): '(.+)'", last)) is not None:
+        return f"--config={missing[2]}: {missing[1]}; name a file with get_config(), such as configs/quickstart.py"
+    return f"command line: {last}"

@@ -5,16 +5,14 @@ Exit status 0 when the job was done; 2 for a user's mistake, told in one line; 1
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import os
-import re
 import sys
 from pathlib import Path
 
 from absl import flags
 from ml_collections import config_flags
 
+from calyrex_jax.config import complaint
 from calyrex_jax.core.errors import UserError
 
 MODES = ("train", "score", "generate")
@@ -32,25 +30,11 @@ def _parse(argv: list[str]) -> None:
             _CONFIG.value.keys()  # a file that could not be read says so only when it is touched
     # absl would exit with 1 and config files can raise anything, also SystemExit: all of it is the user's to mend
     except (Exception, SystemExit) as error:
-        raise UserError(_told(error)) from None
+        raise UserError(complaint(error)) from None
     if len(rest) > 1:
         raise UserError(f"command line: {rest[1]!r} is not understood; flags look like --mode=train")
     if _CONFIG.value is None:
         raise UserError("--config is missing; name a file with get_config(), such as --config=configs/quickstart.py")
-
-
-def _told(error: BaseException) -> str:
-    """What absl or a config file complains of, in one line."""
-    said = str(error).strip() or type(error).__name__
-    if said[0] in "\"'":  # a KeyError's text is the repr of what it says, and so is what absl makes of one
-        with contextlib.suppress(ValueError, SyntaxError):
-            said = str(ast.literal_eval(said))
-        name, *hint = said.strip().splitlines()
-        return " ".join([f"command line: the config has no field {name.strip()}; calyrex_jax/config.py lists all.", *hint])
-    last = said.splitlines()[-1].strip()
-    if (missing := re.search(r"\[Errno \d+\] (.+): '(.+)'", last)) is not None:
-        return f"--config={missing[2]}: {missing[1]}; name a file with get_config(), such as configs/quickstart.py"
-    return f"command line: {last}"
 
 
 def _run() -> int:
