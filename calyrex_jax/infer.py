@@ -29,25 +29,21 @@ def run(config: ConfigDict, workdir: str, mode: str, source: str, target: str) -
     conversations = sources.load_conversations(source)
     check_output(Path(target))
     opened = build.open_run(config)
-    generating = mode == "generate"
-    answered = sum(conversation["messages"][-1]["role"] == "assistant" for _, conversation in conversations)
-    if generating and answered:
-        print(f"{answered} conversations end with a reply; another is generated in its place", file=sys.stderr, flush=True)
-    examples = [
-        chat.encode(
-            opened.tokenizer,
-            asked(conversation["messages"]) if generating else conversation["messages"],
-            policy=opened.policy,
-            where=where,
-            for_generation=generating,
+    asked = [conversation["messages"] for _, conversation in conversations]
+    if mode == "generate" and (answered := [messages for messages in asked if messages[-1]["role"] == "assistant"]):
+        asked = [messages[:-1] if messages[-1]["role"] == "assistant" else messages for messages in asked]
+        print(
+            f"{len(answered)} conversations end with a reply; another is generated in its place", file=sys.stderr, flush=True
         )
-        for where, conversation in conversations
+    where = [place for place, _ in conversations]
+    examples = [
+        chat.encode(opened.tokenizer, messages, policy=opened.policy, where=place, for_generation=mode == "generate")
+        for place, messages in zip(where, asked)
     ]
     backbone = build.load_weights(opened)
     params = {"backbone": backbone, "adapters": build.trained_adapters(opened, directory)}
     write_json(directory / "config.json", as_dict(config))
     show = Metrics(directory)
-    where = [place for place, _ in conversations]
     if mode == "score":
         lines = _scores(opened, params, examples, where, show)
     else:
@@ -58,12 +54,6 @@ def run(config: ConfigDict, workdir: str, mode: str, source: str, target: str) -
         show.close()
     print(f"{mode}: {len(examples)} lines in {target}", file=sys.stderr, flush=True)
     return 0
-
-
-def asked(messages: list[dict]) -> list[dict]:
-    """The messages up to the last one that is no reply; all of them where there is none but replies."""
-    last = max((n for n, message in enumerate(messages) if message["role"] != "assistant"), default=len(messages) - 1)
-    return messages[: last + 1]
 
 
 def _scores(opened: build.Run, params, examples, where, show: Metrics) -> Iterable[dict]:

@@ -112,9 +112,9 @@ class CalBlock(nn.Module):
         return k, v
 
     def __call__(
-        self, x: Array, positions: Array, k: Array, v: Array, outputs: Array, mask: Array, sees_span: Array
+        self, x: Array, positions: Array, k: Array, v: Array, outputs: Array | None, mask: Array, sees_span: Array
     ) -> Array:
-        """X'' of the module's equations; outputs [B, S, D] are U, mask [B, T, S], sees_span [B, T]."""
+        """X'' of the module's equations; outputs [B, S, D] are U (with `copy`), mask [B, T, S], sees_span [B, T]."""
         out = x
         if k.shape[1]:  # no slot at all: nobody sees anything, attention adds zero
             normed = _rms_norm(x, self.attn_norm, self.config.norm_eps)
@@ -148,9 +148,9 @@ class Cal:
     name: str = "cal"
 
     def init(self, key: jax.Array) -> Tree:
-        block, width = CalBlock(self.config), self.config.embed_dim
+        block = CalBlock(self.config)
         none = jnp.zeros((1, 0, self.config.num_kv_heads, self.config.head_dim))
-        arguments = (jnp.zeros((1, 1, width)), jnp.zeros((1, 1), jnp.int32), none, none, jnp.zeros((1, 0, width)))
+        arguments = (jnp.zeros((1, 1, self.config.embed_dim)), jnp.zeros((1, 1), jnp.int32), none, none, None)
         masks = (jnp.zeros((1, 1, 0), bool), jnp.zeros((1, 1), bool))
         # jitted: linen's init runs the block once, which op by op would compile dozens of programs
         init = jax.jit(lambda key: block.init(key, *arguments, *masks)["params"])
@@ -179,13 +179,14 @@ class Cal:
             same = (site.segments[:, :, None] == site.segments[:, None, :]) & (site.segments[:, :, None] > 0)
             source, outputs, positions = site.x, site.outputs, site.positions
             mask = same & jnp.tri(length, dtype=bool)[None]
+        pointed = {"outputs": outputs} if self.config.copy else {}
         if self.config.gate_mlp_by_span and site.span.shape[1] == 0 and self.config.keys == "span":
             none = jnp.zeros((site.x.shape[0], 0, self.config.num_kv_heads, self.config.head_dim), site.x.dtype)
-            return site.x, {"k": none, "v": none} | ({"outputs": outputs} if self.config.copy else {})
+            return site.x, {"k": none, "v": none} | pointed
         block = CalBlock(self.config).bind({"params": params})
         k, v = block.keys_values(source, positions)
-        out = block(site.x, site.positions, k, v, outputs, mask, sees_span)
-        return out, {"k": k, "v": v} | ({"outputs": outputs} if self.config.copy else {})
+        out = block(site.x, site.positions, k, v, pointed.get("outputs"), mask, sees_span)
+        return out, {"k": k, "v": v} | pointed
 
     def prefill(self, params: Tree, site: Site, capacity: int) -> tuple[jax.Array, Tree]:
         x, seen = self._whole(params, site)
@@ -210,5 +211,4 @@ class Cal:
                 state = state | {name: jax.lax.dynamic_update_slice(state[name], new[name], place)}
             state = state | {"length": at + site.x.shape[1]}
         mask, sees_span = state["valid"][:, None, :], state["sees_span"][:, None]
-        outputs = state.get("outputs", site.outputs)
-        return block(site.x, site.positions, state["k"], state["v"], outputs, mask, sees_span), state
+        return block(site.x, site.positions, state["k"], state["v"], state.get("outputs"), mask, sees_span), state

@@ -232,19 +232,14 @@ def test_copying_needs_no_training_on_a_token():
     model, plain = tiny.model(spec, "4", copy=True), tiny.model(spec)
     params = {"backbone": tiny.backbone(spec), "adapters": model.init_adapters(jax.random.key(0))}
     leaves = params["adapters"]["cal"]["boundary_4"]
-    leaves["attn_norm"] = jnp.abs(leaves["attn_norm"])
-    run = jax.jit(model.logits)
+    run, run_plain, states = jax.jit(model.logits), jax.jit(plain.logits), jax.jit(plain.hidden)
     for seed in range(5):
-        rng = np.random.default_rng(seed)
-        [conversation] = tiny.conversations((9,))
-        tokens = rng.permutation(spec.vocab_size)[: len(conversation.tokens)].astype(np.int32)
-        system = np.arange(len(tokens)) == 1
-        batch = tiny.packed([[tiny.Conversation(tokens, system)]], 16, 8)
-        before = np.asarray(jax.jit(plain.logits)(params, batch))[0, len(tokens) - 1]
-        x = np.asarray(jax.jit(plain.hidden)(params, batch))[0, len(tokens) - 1]
+        tokens = np.random.default_rng(seed).permutation(spec.vocab_size)[:9].astype(np.int32)
+        batch = tiny.packed([[tiny.Conversation(tokens, np.arange(9) == 1)]], 16, 8)
+        before, x = (np.asarray(f(params, batch))[0, 8] for f in (run_plain, states))
         opened = leaves | {"w_copy": jnp.asarray(np.tile(40 * np.sign(x)[:, None], (1, spec.num_heads)), jnp.float32)}
         changed = {**params, "adapters": {"cal": {"boundary_4": opened}}}
-        after = np.asarray(run(changed, batch))[0, len(tokens) - 1]
+        after = np.asarray(run(changed, batch))[0, 8]
         assert (after - before).argmax() == tokens[1]
 
 
