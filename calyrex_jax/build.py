@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from calyrex_jax import checkpoint, metrics
-from calyrex_jax.adapters import cal, placement
+from calyrex_jax.adapters import cal, parallel_mlp, placement
+from calyrex_jax.adapters.api import Adapter
 from calyrex_jax.backbones import decoder
 from calyrex_jax.backbones.spec import DecoderSpec
 from calyrex_jax.config import as_dict
@@ -33,8 +34,6 @@ from calyrex_jax.sharding import rules
 from calyrex_jax.training.optimizer import OptimizerConfig
 from calyrex_jax.weights.load import load_backbone
 from calyrex_jax.weights.sources import ModelSource, resolve
-
-ADAPTERS = ("cal", "prompt_only")
 
 
 @dataclass(frozen=True)
@@ -84,15 +83,17 @@ def chat_template(name: str) -> str | None:
         raise UserError(f"config.chat.template: {name} cannot be read ({error}); name a Jinja file, or plain") from None
 
 
-def adapters(config: ConfigDict, spec: DecoderSpec) -> tuple:
-    """The adapters that config.adapter.name lists, joined by "+"."""
+def adapters(config: ConfigDict, spec: DecoderSpec) -> tuple[Adapter, ...]:
+    """The adapters that config.adapter.name lists, joined by "+"; at one boundary they act in that order."""
     names = [name.strip() for name in config.adapter.name.split("+")]
-    unknown = [name for name in names if name not in ADAPTERS]
+    unknown = [name for name in names if name not in (*MAKERS, "prompt_only")]
     if unknown:
-        raise UserError(f"config.adapter.name is {config.adapter.name!r}; known: {', '.join(ADAPTERS)}")
+        raise UserError(
+            f"config.adapter.name is {config.adapter.name!r}; known: {', '.join(MAKERS)}, several joined by +, and prompt_only"
+        )
     if len(set(names)) != len(names) or ("prompt_only" in names and len(names) > 1):
         raise UserError(f"config.adapter.name={config.adapter.name!r}: name each adapter once, and prompt_only alone")
-    return () if names == ["prompt_only"] else (make_cal(config, spec),)
+    return () if names == ["prompt_only"] else tuple(MAKERS[name](config, spec) for name in names)
 
 
 def make_cal(config: ConfigDict, spec: DecoderSpec) -> cal.Cal:
@@ -112,6 +113,22 @@ def make_cal(config: ConfigDict, spec: DecoderSpec) -> cal.Cal:
     return cal.Cal(block, placement.boundaries(config.adapter.placement, spec.num_layers))
 
 
+def cal_budget(config: ConfigDict, spec: DecoderSpec) -> int:
+    """Trainable parameters of CAL with this config's cal and placement, which the baselines match."""
+    return trees.count(jax.eval_shape(make_cal(config, spec).init, jax.random.key(0)))
+
+
+def make_parallel_mlp(config: ConfigDict, spec: DecoderSpec) -> parallel_mlp.ParallelMlp:
+    """The ParallelMLP adapter at the placement's boundaries, as wide as its field says or as large as CAL would be."""
+    where = placement.boundaries(config.adapter.placement, spec.num_layers)
+    width = config.parallel_mlp.mlp_dim or parallel_mlp.matched_width(cal_budget(config, spec), len(where), spec.embed_dim)
+    block = parallel_mlp.ParallelMlpConfig(spec.embed_dim, width, spec.norm_eps, config.parallel_mlp.gate_by_span)
+    return parallel_mlp.ParallelMlp(block, where)
+
+
+MAKERS = {"cal": make_cal, "parallel_mlp": make_parallel_mlp}
+
+
 def optimizer_config(config: ConfigDict) -> OptimizerConfig:
     """config.train as the optimiser takes it; UserError for a value out of range."""
     train = config.train
@@ -126,6 +143,17 @@ def optimizer_config(config: ConfigDict) -> OptimizerConfig:
         beta2=float(train.beta2),
         freeze=tuple(name.strip() for name in train.freeze.split(",") if name.strip()),
     )
+
+
+def notices(run: Run) -> list[str]:
+    """What is allowed but may not be meant, one line each."""
+    train, found = run.config.train, []
+    if train.warmup_steps > train.steps:
+        found.append(
+            f"config.train.warmup_steps={train.warmup_steps} is above config.train.steps={train.steps}: the whole run is warm-up "
+            f"and ends at {train.steps / train.warmup_steps:.2g} of the peak learning rate; lower warmup_steps for a full schedule"
+        )
+    return found
 
 
 def sampling(config: ConfigDict) -> Sampling:

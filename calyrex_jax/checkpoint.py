@@ -55,6 +55,8 @@ OPTIMIZER_FIELDS = tuple(
 # what an adapter started from is no property of the trained one
 START_FIELDS = frozenset({"cal.init"})
 RESUME_FIELDS = (*BACKBONE_FIELDS, "adapter.name", "adapter.placement", *OPTIMIZER_FIELDS)
+# what decides which leaves an adapter has and how large they are; baselines take their size from CAL's fields
+SHAPE_FIELDS = ("adapter.placement", "cal")
 
 
 def _leaves(config: Any, path: str = "") -> dict[str, Any]:
@@ -242,6 +244,13 @@ class Checkpoints:
                 stored = self._shapes(step, name)
                 lines += trees.match({name: trainable[name]}, {name: stored}, "it")
         if lines:
+            fields = SHAPE_FIELDS if set(trainable) <= set(names) else ("adapter.name", *SHAPE_FIELDS)
+            changed = config_differences(self.saved_config(), self.config, fields)
+            if changed:
+                raise UserError(
+                    f"checkpoint of step {step} in {self.directory} does not fit the adapter of this config: "
+                    f"{'; '.join(changed)}; set it back or use another --workdir"
+                )
             shown = "; ".join(lines[:6]) + (f"; and {len(lines) - 6} more" if len(lines) > 6 else "")
             raise UserError(
                 f"checkpoint of step {step} in {self.directory} does not fit the adapter of this config: {shown}; "

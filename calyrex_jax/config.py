@@ -29,7 +29,7 @@ def default_config() -> ConfigDict:
     config.backbone.dtype = "float32"  # or bfloat16
 
     config.adapter = ConfigDict()
-    config.adapter.name = "cal"  # or prompt_only: the frozen backbone
+    config.adapter.name = "cal"  # or parallel_mlp; several joined by +; or prompt_only: the frozen backbone
     config.adapter.placement = "late8th"  # a preset or boundaries such as "26,28"
     config.adapter.init_from = ""  # "cal=DIR": start from the newest checkpoint of another run
 
@@ -41,6 +41,10 @@ def default_config() -> ConfigDict:
     config.cal.rope_theta = 10000.0
     config.cal.init = "random"  # or layer: W_Q, W_K, W_V and the norm start from the frozen layer behind each boundary
     config.cal.mlp_dim = 0  # 0: half the model width, rounded down to a multiple of 128
+
+    config.parallel_mlp = ConfigDict()
+    config.parallel_mlp.mlp_dim = 0  # 0: as many parameters as CAL would have with this placement and these cal fields
+    config.parallel_mlp.gate_by_span = False  # True: no change at positions that see no system prompt, as in CAL
 
     config.chat = ConfigDict()
     config.chat.template = ""  # "": the tokenizer's own; "plain"; or the path of a Jinja file

@@ -104,6 +104,8 @@ def _train(
     show.say(f"corpus: {corpus_report.line()}")
     if (warning := chat.base_model_warning(run.tokenizer, run.policy)) is not None:
         show.say(f"warning: {warning}")
+    for notice in build.notices(run):
+        show.say(f"notice: {notice}")
 
     # The frozen backbone, and the trainable tree with its optimiser.
     backbone = build.load_weights(run)
@@ -260,7 +262,12 @@ def place_state(optimizer: optax.GradientTransformation, adapters: Tree, mesh: M
     whole = replicated(mesh)
     shapes = jax.eval_shape(lambda tree: init_state(optimizer, tree), adapters)
     moments = optax.tree_utils.tree_map_params(
-        optimizer, lambda _, where: where, shapes.opt_state, leaves, transform_non_params=lambda _: whole
+        optimizer,
+        lambda moment, where: moment if isinstance(moment, optax.MaskedNode) else where,  # a frozen adapter has none
+        shapes.opt_state,
+        leaves,
+        transform_non_params=lambda _: whole,
+        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
     )
     placed = TrainState(step=whole, trainable=leaves, opt_state=moments, skipped=whole)
     return jax.jit(lambda tree: init_state(optimizer, tree), out_shardings=placed)(adapters), placed

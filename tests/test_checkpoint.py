@@ -205,6 +205,23 @@ def test_every_leaf_that_does_not_fit_is_named(tmp_path):
         assert part in str(caught.value)
 
 
+def test_leaves_that_do_not_fit_because_of_a_field_name_the_field(tmp_path):
+    filled(tmp_path)
+    wanted = {"cal": {"boundary_1": adapters()["cal"]["boundary_2"]}}
+    for read in (Checkpoints.restore_trainable, Checkpoints.restore_without_optimizer):
+        with pytest.raises(
+            UserError, match=r"config\.adapter\.placement was 'last' and is 'early8th'; set it back"
+        ) as caught:
+            read(Checkpoints(tmp_path, None, changed(adapter__placement="early8th")), wanted)
+        assert "boundary" not in str(caught.value)
+    named = Checkpoints(tmp_path, None, changed(adapter__name="cal+svgt"))
+    with pytest.raises(UserError, match=r"config\.adapter\.name was 'cal' and is 'cal\+svgt'"):
+        named.restore_trainable({"cal": adapters()["cal"], "svgt": {}})
+    # a baseline's size follows from CAL's fields
+    with pytest.raises(UserError, match=r"config\.cal\.keys was 'span' and is 'all'"):
+        Checkpoints(tmp_path, None, changed(cal__keys="all")).restore_trainable({"lora": {"w": jnp.zeros(3)}})
+
+
 def test_a_damaged_checkpoint_says_which_one_to_delete(tmp_path):
     filled(tmp_path, (3, 7))
     for file in (tmp_path / "7").glob("**/d/*"):

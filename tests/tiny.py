@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from calyrex_jax.adapters.cal import Cal, CalConfig
+from calyrex_jax.adapters.parallel_mlp import ParallelMlp, ParallelMlpConfig
 from calyrex_jax.adapters.placement import boundaries
 from calyrex_jax.backbones import decoder
 from calyrex_jax.backbones.spec import DecoderSpec
@@ -89,6 +90,11 @@ def model(spec, placement=None, **changes):
     if placement is None:
         return Model(spec)
     return Model(spec, (Cal(cal_config(spec, **changes), boundaries(placement, spec.num_layers)),))
+
+
+def parallel_mlp(spec, placement, **changes):
+    plain = {"embed_dim": spec.embed_dim, "mlp_dim": 24, "norm_eps": 1e-5}
+    return ParallelMlp(ParallelMlpConfig(**plain | changes), boundaries(placement, spec.num_layers))
 
 
 def perturbed(tree, seed=1, size=0.3):

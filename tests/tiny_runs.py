@@ -131,11 +131,16 @@ def assert_one_error(done, *parts: str) -> None:
 
 def adapters(workdir: Path, step: int | None = None) -> dict[str, np.ndarray]:
     """{path: value} of the CAL adapter in the newest checkpoint, or the one of `step`."""
+    return jax.tree.map(np.asarray, trees.flatten(all_adapters(workdir, step)["cal"]))
+
+
+def all_adapters(workdir: Path, step: int | None = None) -> dict:
+    """{name: tree} of every adapter in the newest checkpoint, or the one of `step`."""
     root = workdir / "checkpoints"
     newest = max(int(path.name) for path in root.iterdir() if path.name.isdigit()) if step is None else step
     with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
-        tree = reader.restore(root / str(newest) / "adapter_cal")
-    return jax.tree.map(np.asarray, trees.flatten(tree))
+        items = sorted((root / str(newest)).glob("adapter_*"))
+        return {path.name.removeprefix("adapter_"): reader.restore(path) for path in items}
 
 
 def assert_same_adapters(first: Path, second: Path) -> None:

@@ -41,6 +41,9 @@ ADAPTER_RULES = (
     (r"cal/boundary_\d+/w_o", P("tensor", None, "fsdp")),
     (r"cal/boundary_\d+/w_(gate|up)", P("fsdp", "tensor")),
     (r"cal/boundary_\d+/w_down", P("tensor", "fsdp")),
+    (r"parallel_mlp/boundary_\d+/mlp_norm", P()),
+    (r"parallel_mlp/boundary_\d+/w_(gate|up)", P("fsdp", "tensor")),
+    (r"parallel_mlp/boundary_\d+/w_down", P("tensor", "fsdp")),
 )
 
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from calyrex_jax.backbones import decoder
 from calyrex_jax.core import trees
 from calyrex_jax.core.errors import UserError
+from calyrex_jax.model import Model
 from calyrex_jax.sharding import rules
 from calyrex_jax.sharding.mesh import make_mesh
 from tests import tiny
@@ -29,7 +30,9 @@ def leaves_of(name, **changes):
 
 
 def adapter_leaves():
-    return jax.eval_shape(tiny.model(tiny.spec(), "every", copy=True).init_adapters, jax.random.key(0))
+    spec = tiny.spec()
+    model = Model(spec, (*tiny.model(spec, "every", copy=True).adapters, tiny.parallel_mlp(spec, "every")))
+    return jax.eval_shape(model.init_adapters, jax.random.key(0))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "biased"])
@@ -62,6 +65,7 @@ def test_matrices_are_sharded_both_ways_and_never_over_layers():
     cal = trees.flatten(rules.specs(adapter_leaves(), rules.ADAPTER_RULES, mesh_of(fsdp=2, tensor=2)))
     assert cal["cal/boundary_1/w_up"] == P("fsdp", "tensor")
     assert cal["cal/boundary_1/attn_norm"] == P()
+    assert cal["parallel_mlp/boundary_1/w_down"] == P("tensor", "fsdp")
 
 
 def test_fewer_key_value_heads_than_shards_are_replicated():

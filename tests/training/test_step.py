@@ -245,6 +245,8 @@ def test_schedules():
     np.testing.assert_allclose([float(cosine(step)) for step in (4, 9, 14, 20)], [2.0, 1.1, 0.2, 0.2], rtol=1e-6)
     constant = learning_rate(OptimizerConfig(learning_rate=2.0, steps=9, warmup_steps=2, schedule="constant"))
     np.testing.assert_allclose([float(constant(step)) for step in (0, 1, 2, 8)], [1.0, 2.0, 2.0, 2.0])
+    cut = learning_rate(OptimizerConfig(learning_rate=2.0, steps=2, warmup_steps=4))  # a run that ends within its warm-up
+    np.testing.assert_allclose([float(cut(step)) for step in (0, 1)], [0.5, 1.0])
     plain = learning_rate(OptimizerConfig(learning_rate=2.0, steps=10))
     np.testing.assert_allclose([float(plain(step)) for step in (0, 5, 10)], [2.0, 1.1, 0.2], rtol=1e-6)
 
@@ -255,7 +257,7 @@ def test_schedules():
         ("learning_rate", 0.0),
         ("steps", 0),
         ("schedule", "linear"),
-        ("warmup_steps", 11),
+        ("warmup_steps", -1),
         ("final_fraction", 1.5),
         ("weight_decay", -0.1),
         ("clip_norm", -1.0),
