@@ -92,9 +92,19 @@ def default_config() -> ConfigDict:
 
     config.eval = ConfigDict()
     config.eval.after_training = ""  # "rules": evaluate frozen and adapted model on the embedded corpus' held-out items
+    config.eval.tasks = "rules"  # --mode=eval: a comma list; evals/tasks/registry.py has them all
+    config.eval.compare = ""  # "cal=DIR1,parallel_mlp=DIR2": adapters of other runs, beside this one's and the frozen model
+    config.eval.data = ""  # "ifeval=FILE,perplexity=FILE", or one path where a single task reads a file
+    config.eval.context_lengths = "0,500,2000"  # long_context: tokens between system prompt and question, up to 32000
+    config.eval.filler = "turns"  # long_context: ordinary turns between them, or one "passage" before the question
+    config.eval.turns = 10  # turns: questions of one conversation
+    config.eval.shots = "0,4,16"  # conflict: examples of the assistant complying, up to 128
     config.eval.max_new_tokens = 48
+    config.eval.long_max_new_tokens = 512  # ifeval, gsm8k
     config.eval.batch_size = 32
-    config.eval.limit = 0  # held-out items to use; 0 is all of them
+    config.eval.batch_tokens = 32768  # a batch at most, so that long conversations get fewer rows
+    config.eval.limit = 0  # items to use, spread over all cells; 0 is all of them
+    config.eval.seed = 0  # of the bootstrap, and of what tasks draw
 
     config.mesh = ConfigDict()
     config.mesh.data = -1
@@ -131,6 +141,7 @@ def check(config: ConfigDict) -> None:
         "cal.init": ("random", "layer"),
         "data.prefix_cache": ("off", "float32", "bfloat16"),
         "eval.after_training": ("", "rules"),
+        "eval.filler": ("turns", "passage"),
     }
     for field, known in choices.items():
         group, name = field.split(".")
@@ -139,6 +150,7 @@ def check(config: ConfigDict) -> None:
     positive = ("data.max_length", "train.steps", "train.batch_size", "train.accumulate", "train.loss_chunk")
     positive += ("train.log_every", "train.save_every", "train.keep", "train.max_skipped")
     positive += ("generate.max_new_tokens", "generate.batch_size", "eval.max_new_tokens", "eval.batch_size")
+    positive += ("eval.batch_tokens", "eval.turns", "eval.long_max_new_tokens")
     for field in positive:
         group, name = field.split(".")
         if config[group][name] < 1:

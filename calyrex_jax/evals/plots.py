@@ -1,4 +1,4 @@
-"""The two plots that reports need, as matplotlib figures without pyplot: no display, no state shared with the caller."""
+"""The plots that reports need, as matplotlib figures without pyplot: no display, no state shared with the caller."""
 
 from __future__ import annotations
 
@@ -81,6 +81,30 @@ def curves(
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     _legend(plot, axes, len(series))
+    return plot
+
+
+def figures_against(series: Mapping[str, tuple[Sequence[float], Sequence[Figure | None]]], xlabel: str, ylabel: str) -> Plot:
+    """Figures with whiskers against a number, one line a series: `{"cal": ([0, 500], [a, b])}`; None is left out."""
+    plot, axes = new_figure()
+    shown = {name: [(x, f) for x, f in zip(*pair) if f is not None and f.n] for name, pair in series.items()}
+    percent = all(f.percent for points in shown.values() for _, f in points)
+    scale, places = (100 if percent else 1), sorted({x for points in shown.values() for x, _ in points})
+    for i, (name, points) in enumerate(shown.items()):
+        # at equal distances, and each series a little aside, so that whiskers do not cover each other
+        at = np.array([places.index(x) for x, _ in points]) + (i - (len(shown) - 1) / 2) * 0.06
+        values = np.array([f.value for _, f in points])
+        whiskers = np.array([[f.value - f.low, f.high - f.value] for _, f in points]).reshape(-1, 2).T.clip(0)
+        colour = COLOURS[i % len(COLOURS)]
+        axes.errorbar(
+            at, values * scale, yerr=whiskers * scale, color=colour, label=name, marker="o", markersize=4, capsize=2
+        )
+    axes.set_xticks(range(len(places)), [f"{x:g}" for x in places])
+    if percent:
+        axes.set_ylim(-3, 103)
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel + (", %" if percent else ""))
+    _legend(plot, axes, len(shown))
     return plot
 
 

@@ -18,6 +18,8 @@ from calyrex_jax.data.tokenizer import Tokenizer
 from calyrex_jax.evals import plots, stats
 from calyrex_jax.evals.report import Report, text_table, write_text
 from calyrex_jax.evals.stats import Figure
+from calyrex_jax.evals.tasks.api import Scored, thinned
+from calyrex_jax.evals.tasks.perplexity import reply_logprob
 from calyrex_jax.generate import loop, score
 from calyrex_jax.metrics import Metrics
 from calyrex_jax.model import Model
@@ -37,8 +39,7 @@ class Judge:
 
     def items(self) -> list[rules.Item]:
         """The held-out items of this evaluation."""
-        items = rules.evaluation_set()
-        return items[:: max(len(items) // self.limit, 1)] if self.limit else items
+        return thinned(rules.evaluation_set(), self.limit)
 
 
 def evaluate(
@@ -104,9 +105,8 @@ def plain_chat_logprobs(judge: Judge, params: Tree, phase: str, show: Metrics, c
             check()
 
         scored = score.scores(judge.model, params, examples, pad_id=judge.tokenizer.pad_id, batch_size=8, progress=advance)
-    masks = [example.targets & (np.arange(len(example.targets)) > 0) for example in examples]
-    sums = np.array([line[mask].sum(dtype=np.float64) for line, mask in zip(scored, masks)])
-    return sums, np.array([mask.sum() for mask in masks])
+    pairs = [reply_logprob(Scored(e.tokens, line, e.targets)) for e, line in zip(examples, scored)]
+    return np.array([total for total, _ in pairs]), np.array([count for _, count in pairs])
 
 
 def _figures(items: Sequence[rules.Item], verdicts: Sequence[rules.Verdict]) -> tuple[dict[str, Figure], dict[str, Figure]]:

@@ -183,3 +183,13 @@ def test_a_file_in_the_way_is_a_users_mistake(tmp_path):
 def test_write_html(tmp_path, report):
     report.write_html(tmp_path / "report.html")
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == report.html()
+
+
+def test_figures_against_a_number_show_every_point_with_its_interval():
+    near, far = rate([True] * 9 + [False]), rate([True] * 2 + [False] * 8)
+    plot = plots.figures_against({"cal": ([0, 500], [near, far]), "frozen": ([0, 500], [far, None])}, "tokens", "adherence")
+    (axes,) = plot.axes
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["0", "500"]
+    assert axes.get_ylabel() == "adherence, %"
+    values = [container.lines[0].get_ydata().tolist() for container in axes.containers]
+    assert values == [pytest.approx([90.0, 20.0]), pytest.approx([20.0])]

@@ -129,3 +129,13 @@ def test_printed_form():
         "low": 0.8921,
         "high": 0.9649,
     }
+
+
+def test_a_ratio_weighs_items_by_their_counts_and_resamples_them_whole():
+    figure = stats.ratio([1, 2], [1, 3], percent=True)
+    assert (figure.n, figure.value, figure.percent) == (2, 0.75, True)
+    # only three draws exist: the first twice, the second twice, one of each
+    assert (figure.low, figure.high) == (2 / 3, 1.0)
+    assert stats.ratio([3.0, 5.0], [1, 1]) == stats.mean([3.0, 5.0])
+    with pytest.raises(ValueError, match="positive count"):
+        stats.ratio([1], [0])

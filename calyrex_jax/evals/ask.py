@@ -1,0 +1,117 @@
+"""One model under test, as tasks see it: conversations in, replies or log-probabilities out, batched by length.
+
+Conversations run from the longest to the shortest, so that results come out batch by batch; long ones get fewer rows a
+batch, so that a batch holds no more than `batch_tokens` tokens. One compiled program serves each shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from calyrex_jax.core.types import Tree, bucket
+from calyrex_jax.data import chat
+from calyrex_jax.data.tokenizer import Tokenizer
+from calyrex_jax.evals.tasks.api import Answer, Messages, Scored
+from calyrex_jax.generate import loop, score
+from calyrex_jax.model import Model
+
+
+@dataclass(frozen=True)
+class ChatReader:
+    """Conversations to tokens; `positions` is how many the backbone was made for."""
+
+    tokenizer: Tokenizer
+    policy: chat.ChatPolicy
+    positions: int
+
+    def encode(self, messages: Messages, *, for_generation: bool = True, where: str = "") -> chat.Example:
+        """Tokens and masks of one conversation."""
+        plain = [dict(message) for message in messages]
+        return chat.encode(
+            self.tokenizer, plain, for_generation=for_generation, policy=self.policy, where=where or "conversation"
+        )
+
+    def length(self, messages: Messages, *, for_generation: bool = True, where: str = "") -> int:
+        """Tokens of a conversation."""
+        return len(self.encode(messages, for_generation=for_generation, where=where).tokens)
+
+
+@dataclass(frozen=True)
+class ModelAsk:
+    """A model with its parameters, {"backbone", "adapters"}, and how it is run.
+
+    batch_size    rows a batch, at most
+    batch_tokens  tokens a batch, at most (one row is always allowed)
+    advance       called with the number of conversations that a batch finished; may raise to stop
+    """
+
+    reader: ChatReader
+    model: Model
+    params: Tree
+    stop_ids: frozenset[int]
+    batch_size: int
+    batch_tokens: int
+    advance: Callable[[int], None] = lambda count: None
+
+    def generate(self, conversations: Sequence[Messages], max_new_tokens: int) -> Iterator[tuple[int, Answer]]:
+        """(index, greedy reply) in the order in which they are made."""
+        tokenizer = self.reader.tokenizer
+        prompts = [self.reader.encode(messages) for messages in conversations]
+        for rows, chosen in self.batches([len(p.tokens) for p in prompts], max_new_tokens):
+            replies = loop.stream(
+                self.model,
+                self.params,
+                [prompts[index] for index in chosen],
+                max_new_tokens=max_new_tokens,
+                stop_ids=self.stop_ids,
+                pad_id=tokenizer.pad_id,
+                batch_size=rows,
+                vocab_limit=tokenizer.vocab_size,
+                progress=self._progress(),
+            )
+            for index, reply in zip(chosen, replies):
+                yield index, Answer(tokenizer.decode(reply.text_tokens), reply.finish_reason)
+
+    def score(self, conversations: Sequence[Messages]) -> Iterator[tuple[int, Scored]]:
+        """(index, log-probabilities) in the order in which they are made."""
+        examples = [self.reader.encode(messages, for_generation=False) for messages in conversations]
+        for rows, chosen in self.batches([len(e.tokens) for e in examples], 0):
+            scored = score.stream_scores(
+                self.model,
+                self.params,
+                [examples[index] for index in chosen],
+                pad_id=self.reader.tokenizer.pad_id,
+                batch_size=rows,
+                progress=self._progress(),
+            )
+            for index, logprobs in zip(chosen, scored):
+                yield index, Scored(examples[index].tokens, logprobs, examples[index].targets)
+
+    def batches(self, lengths: Sequence[int], new_tokens: int) -> Iterator[tuple[int, list[int]]]:
+        """(rows a batch, indices from the longest to the shortest): runs of conversations that get as many rows."""
+        runs: dict[int, list[int]] = {}
+        for index in sorted(range(len(lengths)), key=lambda index: (-bucket(lengths[index]), index)):
+            runs.setdefault(rows_for(lengths[index] + new_tokens, self.batch_size, self.batch_tokens), []).append(index)
+        yield from runs.items()
+
+    def _progress(self) -> Callable[[int, int], None]:
+        """`progress` of loop.stream, which counts from the start of its run, as `advance`, which counts on."""
+        seen = 0
+
+        def progress(done: int, tokens: int) -> None:
+            nonlocal seen
+            self.advance(done - seen)
+            seen = done
+
+        return progress
+
+
+def rows_for(length: int, batch_size: int, batch_tokens: int) -> int:
+    """Rows a batch for conversations of `length` tokens: `batch_size`, or the power of two that keeps to `batch_tokens`.
+
+    >>> [rows_for(n, 64, 32768) for n in (100, 600, 8000, 40000)]
+    [64, 32, 4, 1]
+    """
+    allowed = max(batch_tokens // bucket(length), 1)
+    return batch_size if allowed >= batch_size else 1 << (allowed.bit_length() - 1)

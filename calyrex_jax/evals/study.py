@@ -1,0 +1,142 @@
+"""Tasks by models: runs what is missing, keeps every verdict, and makes figures and paired differences of them.
+
+found = run(tasks, subjects, journals…)
+found.figures["rules"]["cal"]["unseen_words"]            # Figure
+found.differences["rules"]["cal - frozen"]["unseen_words"]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+
+from calyrex_jax.evals import stats
+from calyrex_jax.evals.journal import Journal, verdict_key
+from calyrex_jax.evals.stats import Figure
+from calyrex_jax.evals.tasks.api import Ask, Item, Score, Task, Verdict
+from calyrex_jax.metrics import Metrics
+
+Verdicts = dict[str, Verdict]  # by item
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One model under test.
+
+    digest  of everything that its replies depend on: weights, types, template, reply length
+    ask     makes the Ask; gets what is to be called after every batch with the number of conversations done
+    """
+
+    name: str
+    digest: str
+    ask: Callable[[Callable[[int], None]], Ask]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Figures by task, model and cell; differences by task, "b - a" and cell (of a perplexity: the ratio b / a)."""
+
+    figures: dict[str, dict[str, dict[str, Figure]]]
+    differences: dict[str, dict[str, dict[str, Figure]]]
+
+
+def run(
+    tasks: Sequence[Task],
+    items: Mapping[str, Sequence[Item]],
+    subjects: Sequence[Subject],
+    directory: Path,
+    show: Metrics,
+    check: Callable[[], None] = lambda: None,
+    seed: int = 0,
+) -> Findings:
+    """All tasks for all subjects. Verdicts are in DIR/TASK.MODEL.jsonl; those of an earlier run are kept where they hold.
+
+    check  called after every batch; may raise to stop, and nothing that was written is lost
+    """
+    figures, differences = {}, {}
+    for task in tasks:
+        found = {s.name: _verdicts(task, items[task.name], s, directory, show, check) for s in subjects}
+        figures[task.name] = {name: cells(verdicts.values(), seed) for name, verdicts in found.items()}
+        pairs = [(a, b) for b, a in combinations(found, 2)]  # subjects come with the reference last
+        differences[task.name] = {f"{b} - {a}": compared(found[a], found[b], seed) for a, b in pairs}
+    return Findings(figures, differences)
+
+
+def _verdicts(
+    task: Task, items: Sequence[Item], subject: Subject, directory: Path, show: Metrics, check: Callable[[], None]
+) -> Verdicts:
+    """The verdict on every item, from the journal where it has one."""
+    journal = Journal.open(directory / f"{task.name}.{subject.name}.jsonl", subject.digest)
+    keys = {item.id: verdict_key(task, item, subject.digest) for item in items}
+    missing = [item for item in items if journal.get(keys[item.id]) is None]
+    if len(missing) < len(items):
+        show.say(
+            f"{task.name}, {subject.name}: {len(items) - len(missing)} of {len(items)} verdicts kept from {journal.path}"
+        )
+    if missing:
+        by_id = {item.id: item for item in missing}
+        with show.phase(f"{task.name}, {subject.name}", len(missing), unit="item") as bar:
+
+            def advance(count: int) -> None:
+                bar.postfix()  # a bar that moves only with whole items still shows that it is alive
+                check()
+
+            for verdict in task.run(subject.ask(advance), missing):
+                journal.add(keys[verdict.item], subject.digest, by_id[verdict.item], verdict)
+                bar.update(1)
+    journal.close()
+    return {item.id: journal.get(keys[item.id]) for item in items}
+
+
+def _by_cell(verdicts) -> dict[str, dict[str, Score]]:
+    """{cell: {item: score}} in order of first appearance."""
+    found: dict[str, dict[str, Score]] = {}
+    for verdict in verdicts:
+        for score in verdict.scores:
+            found.setdefault(score.cell, {})[verdict.item] = score
+    return found
+
+
+def cells(verdicts, seed: int = 0) -> dict[str, Figure]:
+    """Figures by cell: Wilson's interval for rates over single tries, else the bootstrap over items."""
+    return {cell: _figure(list(scores.values()), seed) for cell, scores in _by_cell(verdicts).items()}
+
+
+def _figure(scores: Sequence[Score], seed: int) -> Figure:
+    totals, counts = np.array([s.total for s in scores], float), np.array([s.count for s in scores], float)
+    kind = scores[0].kind
+    if kind == "perplexity":
+        return stats.perplexity(totals, counts, seed=seed)
+    if kind == "rate" and (counts == 1).all():
+        return stats.rate(totals)
+    return stats.ratio(totals, counts, seed=seed, percent=kind == "rate")
+
+
+def compared(before: Verdicts, after: Verdicts, seed: int = 0) -> dict[str, Figure]:
+    """after - before by cell, over the items that both have there, resampled in pairs; of perplexities the ratio.
+
+    Where two rates agree on every item the bootstrap would claim certainty ([0, 0]); the interval is then that of
+    `stats.paired_rate_difference`.
+    """
+    old, new = _by_cell(before.values()), _by_cell(after.values())
+    found = {}
+    for cell in (c for c in old if c in new):
+        shared = [item for item in old[cell] if item in new[cell]]
+        if shared:
+            found[cell] = _difference([old[cell][i] for i in shared], [new[cell][i] for i in shared], seed)
+    return found
+
+
+def _difference(before: Sequence[Score], after: Sequence[Score], seed: int) -> Figure:
+    old, new = (np.array([s.total for s in scores], float) for scores in (before, after))
+    counts = np.array([s.count for s in before], float)
+    kind = before[0].kind
+    if kind == "perplexity":
+        return stats.perplexity(new - old, counts, seed=seed)
+    if kind == "rate" and (counts == 1).all() and (old == new).all():
+        return stats.paired_rate_difference(old, new)
+    return stats.ratio(new - old, counts, seed=seed, percent=kind == "rate")

@@ -1,0 +1,1 @@
+"""Evaluation tasks, one a file, all with the interface of api.py; registry.py knows them by name."""

@@ -1,0 +1,57 @@
+"""`perplexity`: how well plain replies are predicted, the embedded plain chats' or those of a user's conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from calyrex_jax.core.errors import UserError
+from calyrex_jax.data import rules, sources
+from calyrex_jax.evals.tasks.api import Ask, Curve, Item, Reader, Score, Scored, Verdict, check_positions, thinned
+
+
+@dataclass(frozen=True)
+class PerplexityTask:
+    """path: a JSONL file of conversations with replies, "" the embedded chats under irrelevant system texts."""
+
+    path: str = ""
+    limit: int = 0
+    name = "perplexity"
+    headline = "perplexity"
+    about = (
+        "exp of the mean negative log-probability of the replies' tokens, teacher-forced, one mean over all tokens; the "
+        "bootstrap resamples conversations, and a difference is the ratio of the two perplexities."
+    )
+
+    def items(self, reader: Reader) -> list[Item]:
+        """The conversations; UserError with file:line for one without a reply."""
+        if self.path:
+            given = sources.load_conversations(self.path)
+        else:
+            given = [(f"plain_chats:{number}", chat) for number, chat in enumerate(rules.plain_chats())]
+        for where, chat in given:
+            if chat["messages"][-1]["role"] != "assistant" or not chat["messages"][-1]["content"].strip():
+                raise UserError(f"{where}: the last message is no reply; perplexity needs one to predict")
+        found = [Item(str(number), tuple(chat["messages"])) for number, (_, chat) in enumerate(given)]
+        found = thinned(found, self.limit)
+        check_positions(reader, found, 0, f"eval task perplexity, {self.path or 'plain chats'}")
+        return found
+
+    def run(self, ask: Ask, items: Sequence[Item]) -> Iterator[Verdict]:
+        """Scores whole conversations."""
+        for index, scored in ask.score([item.messages for item in items]):
+            total, count = reply_logprob(scored)
+            verdict = (Score("perplexity", total, count, "perplexity"),)
+            yield Verdict(items[index].id, verdict, {"logprob": total, "tokens": count})
+
+    def curves(self, cells: Iterable[str]) -> list[Curve]:
+        """None."""
+        return []
+
+
+def reply_logprob(scored: Scored) -> tuple[float, int]:
+    """Summed log-probability and number of the tokens that belong to replies."""
+    mask = scored.targets & (np.arange(len(scored.targets)) > 0)
+    return float(scored.logprobs[mask].sum(dtype=np.float64)), int(mask.sum())

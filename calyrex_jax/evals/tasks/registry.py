@@ -1,0 +1,84 @@
+"""The tasks by name: from plain settings to the tasks that config.eval.tasks lists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from calyrex_jax.core.errors import UserError
+from calyrex_jax.evals.tasks.api import Task, numbers
+from calyrex_jax.evals.tasks.conflict import MOST_SHOTS, ConflictTask
+from calyrex_jax.evals.tasks.ifeval import IfevalTask
+from calyrex_jax.evals.tasks.long_context import LONGEST, LongContextTask
+from calyrex_jax.evals.tasks.perplexity import PerplexityTask
+from calyrex_jax.evals.tasks.rules import RulesTask
+from calyrex_jax.evals.tasks.turns import TurnsTask
+
+
+@dataclass(frozen=True)
+class Settings:
+    """config.eval as tasks take it: fields as the config has them, data by task name."""
+
+    limit: int
+    seed: int
+    new_tokens: int
+    long_new_tokens: int
+    context_lengths: str
+    filler: str
+    turns: int
+    shots: str
+    data: dict[str, str]
+
+
+def _long_context(s: Settings) -> LongContextTask:
+    lengths = numbers(s.context_lengths, "config.eval.context_lengths", 0, LONGEST)
+    return LongContextTask(lengths, s.filler, s.limit, s.seed, s.new_tokens)
+
+
+def _conflict(s: Settings) -> ConflictTask:
+    return ConflictTask(numbers(s.shots, "config.eval.shots", 0, MOST_SHOTS), s.limit, s.seed, s.new_tokens)
+
+
+# name -> (maker, whether it reads a file: "no", "may", "must")
+TASKS = {
+    "rules": (lambda s: RulesTask(s.limit, s.new_tokens), "no"),
+    "long_context": (_long_context, "no"),
+    "turns": (lambda s: TurnsTask(s.turns, s.limit, s.seed, s.new_tokens), "no"),
+    "conflict": (_conflict, "no"),
+    "ifeval": (lambda s: IfevalTask(s.data["ifeval"], False, s.limit, s.long_new_tokens), "must"),
+    "ifeval_system": (lambda s: IfevalTask(s.data["ifeval_system"], True, s.limit, s.long_new_tokens), "must"),
+    "perplexity": (lambda s: PerplexityTask(s.data.get("perplexity", ""), s.limit), "may"),
+}
+
+
+def make_tasks(names: str, settings: Settings) -> list[Task]:
+    """The tasks of "rules,perplexity"; UserError for an unknown name, a repetition, or a task without its file."""
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    unknown = [name for name in wanted if name not in TASKS]
+    if unknown or not wanted or len(set(wanted)) < len(wanted):
+        what = f"unknown task {unknown[0]!r}" if unknown else "each task once, at least one"
+        raise UserError(f"config.eval.tasks is {names!r}: {what}; known: {', '.join(TASKS)}")
+    for name in wanted:
+        if TASKS[name][1] == "must" and not settings.data.get(name):
+            raise UserError(f"config.eval.data: the task {name} needs its file; give --config.eval.data={name}=PATH")
+    return [TASKS[name][0](settings) for name in wanted]
+
+
+def parse_data(text: str, names: str) -> dict[str, str]:
+    """config.eval.data: "ifeval=FILE,perplexity=FILE", or a bare path where one of the tasks reads a file.
+
+    >>> parse_data("chats.jsonl", "rules,perplexity")
+    {'perplexity': 'chats.jsonl'}
+    """
+    readers = [name.strip() for name in names.split(",") if TASKS.get(name.strip(), (None, "no"))[1] != "no"]
+    found = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, path = entry.partition("=")
+        if not equals and len(readers) == 1:
+            name, path = readers[0], entry
+        if name not in readers or not path:
+            raise UserError(
+                f"config.eval.data: {entry!r} is not understood; write TASK=PATH for a task of config.eval.tasks that reads "
+                f"a file ({', '.join(readers) or 'none of them does'})"
+            )
+        found[name] = path
+    return found

@@ -1,0 +1,172 @@
+"""`--mode=eval`: tasks by models, with intervals and paired differences, in report.json and report.html.
+
+The models are the run's own adapters (newest checkpoint of --workdir), those of config.eval.compare="NAME=DIR,…", and always
+the frozen backbone. Everything that a user can get wrong is refused before weights are loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from calyrex_jax import build, checkpoint
+from calyrex_jax.config import as_dict, check, prepare_workdir
+from calyrex_jax.core import trees
+from calyrex_jax.core.errors import UserError
+from calyrex_jax.core.types import Tree
+from calyrex_jax.evals import study, summary
+from calyrex_jax.evals.ask import ChatReader, ModelAsk
+from calyrex_jax.evals.report import write_json
+from calyrex_jax.evals.tasks import registry
+from calyrex_jax.generate.batching import max_positions
+from calyrex_jax.metrics import Metrics
+from calyrex_jax.train import Interrupted, StopSignal
+
+FROZEN = "frozen"
+
+
+def evaluate(config: ConfigDict, workdir: str) -> int:
+    """Runs config.eval.tasks for all models; returns the exit status."""
+    check(config)
+    tasks = registry.make_tasks(config.eval.tasks, task_settings(config))
+    directory = prepare_workdir(workdir)
+    run = build.open_run(config)
+    others = compared_runs(run, config.eval.compare)
+    reader = ChatReader(run.tokenizer, run.policy, max_positions(run.spec))
+    items = {task.name: task.items(reader) for task in tasks}
+    backbone = build.load_weights(run)
+    subjects = make_subjects(run, directory, others, reader, backbone)
+    write_json(directory / "config.json", as_dict(config))
+    stop, show = StopSignal(), Metrics(directory)
+    try:
+        found = study.run(tasks, items, subjects, directory / "eval", show, stop.check, config.eval.seed)
+    except Interrupted as signalled:
+        print("interrupted: every verdict so far is kept; the same command goes on from there", file=sys.stderr, flush=True)
+        return signalled.args[0]
+    finally:
+        show.close()
+    write_json(directory / "report.json", kept_report(directory / "report.json") | summary.as_json(found, tasks))
+    print(summary.as_report(found, tasks, directory), flush=True)
+    show.say(f"done: {', '.join(items)}; {directory / 'report.json'}, {directory / 'report.html'}, verdicts in eval/")
+    return 0
+
+
+def task_settings(config: ConfigDict) -> registry.Settings:
+    """config.eval as the tasks take it."""
+    e = config.eval
+    return registry.Settings(
+        limit=e.limit,
+        seed=e.seed,
+        new_tokens=e.max_new_tokens,
+        long_new_tokens=e.long_max_new_tokens,
+        context_lengths=e.context_lengths,
+        filler=e.filler,
+        turns=e.turns,
+        shots=e.shots,
+        data=registry.parse_data(e.data, e.tasks),
+    )
+
+
+def kept_report(path: Path) -> dict:
+    """What training wrote into the report.json of the same directory: it stays beside the evaluation's figures."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def compared_runs(run: build.Run, compare: str) -> dict[str, tuple[build.Run, Path]]:
+    """config.eval.compare, "NAME=DIR,…", as {name: (the run with that directory's adapters, directory)}.
+
+    The adapter's name, placement and settings are those that DIR's newest checkpoint was trained with; the backbone must be
+    this run's. Raises UserError where there is no checkpoint or it belongs to another backbone.
+    """
+    found: dict[str, tuple[build.Run, Path]] = {}
+    for entry in filter(None, (part.strip() for part in compare.split(","))):
+        name, _, place = entry.partition("=")
+        where = f"config.eval.compare: {entry!r}"
+        if not name or not place or name in found or name == FROZEN or not name.replace("_", "").replace("-", "").isalnum():
+            raise UserError(
+                f"{where} is not understood; write NAME=DIR,NAME=DIR with different names, none of them {FROZEN}"
+            )
+        directory = Path(place).expanduser().resolve()
+        saved = checkpoint.Checkpoints(directory / "checkpoints", keep=None, config=as_dict(run.config))
+        if saved.latest_step() is None:
+            raise UserError(
+                f"{where}: no finished checkpoint in {directory / 'checkpoints'}; train there or name another run"
+            )
+        theirs = saved.saved_config()
+        if changed := checkpoint.config_differences(theirs, as_dict(run.config), checkpoint.BACKBONE_FIELDS):
+            raise UserError(f"{where} was trained for another backbone: {'; '.join(changed)}; name a run of this backbone")
+        found[name] = with_adapters_of(run, theirs, where), directory
+    return found
+
+
+def with_adapters_of(run: build.Run, theirs: dict, where: str) -> build.Run:
+    """`run` with the adapters that another run's resolved config describes."""
+    config = ConfigDict(as_dict(run.config))
+    names = str(theirs["adapter"]["name"]).split("+")
+    for group in ("adapter", *names):
+        known = {field: value for field, value in theirs.get(group, {}).items() if field in config.get(group, {})}
+        if known:
+            config[group].update(known)
+    config.adapter.init_from = ""
+    try:
+        check(config)
+        return replace(run, config=config, model=build.Model(run.spec, build.adapters(config, run.spec)))
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def make_subjects(
+    run: build.Run, directory: Path, others: dict[str, tuple[build.Run, Path]], reader: ChatReader, backbone: Tree
+) -> list[study.Subject]:
+    """The models under test, the frozen one last."""
+    models: dict[str, tuple[build.Run, Tree]] = {}
+    own = checkpoint.Checkpoints(directory / "checkpoints", keep=None, config=as_dict(run.config)).latest_step() is not None
+    if run.model.adapters and directory not in [place for _, place in others.values()]:
+        if others and not own and not run.config.adapter.init_from:
+            print(f"no checkpoint in {directory}; comparing {', '.join(others)} alone", file=sys.stderr, flush=True)
+        else:
+            name = "+".join(adapter.name for adapter in run.model.adapters)
+            models["this_run" if name in others else name] = run, build.trained_adapters(run, directory)
+    for name, (other, place) in others.items():
+        step, tree = build.restored(other, place, build.fresh_adapters(other))
+        print(f"{name}: checkpoint of step {step} in {place}", file=sys.stderr, flush=True)
+        models[name] = other, tree
+    # fresh adapters are the backbone bit for bit, and share the compiled programs of the trained ones
+    first = next(iter(models.values()), (run, {}))[0]
+    fixed = conditions(run)
+    subjects = [
+        _subject(name, other, reader, backbone, tree, [fixed, repr(other.model.adapters), trees.checksum(tree)])
+        for name, (other, tree) in models.items()
+    ]
+    return [*subjects, _subject(FROZEN, first, reader, backbone, build.fresh_adapters(first), [fixed, FROZEN])]
+
+
+def conditions(run: build.Run) -> str:
+    """What every model's replies depend on beside its adapters: the backbone and how conversations become tokens."""
+    return json.dumps([run.source.fingerprint(), str(run.dtype), run.tokenizer.fingerprint(), repr(run.policy)])
+
+
+def _subject(name: str, run: build.Run, reader: ChatReader, backbone: Tree, adapters: Tree, parts: list) -> study.Subject:
+    digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+    def ask(advance) -> ModelAsk:
+        return ModelAsk(
+            reader,
+            run.model,
+            {"backbone": backbone, "adapters": adapters},
+            run.stop_ids,
+            run.config.eval.batch_size,
+            run.config.eval.batch_tokens,
+            advance,
+        )
+
+    return study.Subject(name, digest, ask)
