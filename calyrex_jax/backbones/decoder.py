@@ -160,7 +160,9 @@ def run_layers(
             carry = step(carry, layer, layers[layer])
     elif stop - start == 1:
         # XLA would unroll a loop of one step, then merge what the backward pass recomputes with the forward's own
-        carry = step(carry, start, jax.tree.map(lambda leaf: take_layer(leaf, start), layers))
+        # with a cache, nothing to differentiate: an index that XLA cannot see is taken by both cores, a constant one by one
+        index = start if cache is None else jax.lax.optimization_barrier(jnp.int32(start))
+        carry = step(carry, start, jax.tree.map(lambda leaf: take_layer(leaf, index), layers))
     else:
 
         def body(carry: tuple, layer: jax.Array) -> tuple[tuple, None]:
