@@ -97,11 +97,11 @@ def adapters(config: ConfigDict, spec: DecoderSpec) -> tuple[Adapter, ...]:
 
 
 def make_cal(config: ConfigDict, spec: DecoderSpec) -> cal.Cal:
-    """The CAL adapter for a backbone: its head layout, and the boundaries of the placement."""
+    """The CAL adapter for a backbone: its head layout unless the config has another, and the placement's boundaries."""
     block = cal.CalConfig(
         embed_dim=spec.embed_dim,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
+        num_heads=config.cal.num_heads or spec.num_heads,
+        num_kv_heads=config.cal.num_kv_heads or spec.num_kv_heads,
         head_dim=spec.head_dim,
         mlp_dim=config.cal.mlp_dim or cal.default_mlp_dim(spec.embed_dim),
         norm_eps=spec.norm_eps,
@@ -207,7 +207,11 @@ def taken_over(spec: DecoderSpec, layers: Tree, blocks: Tree) -> Tree:
     found = {}
     for key, block in blocks.items():
         layer = min(int(key.removeprefix("boundary_")), spec.num_layers - 1)
-        taken = {name: numerics.take_layer(layers["attn"][name], layer) for name in ("w_q", "w_k", "w_v")}
+        # a block with fewer heads takes the first ones
+        taken = {
+            name: numerics.take_layer(layers["attn"][name], layer)[:, : block[name].shape[1]]
+            for name in ("w_q", "w_k", "w_v")
+        }
         taken["attn_norm"] = numerics.take_layer(layers["attn_norm"]["scale"], layer)
         found[key] = block | {n: jax.device_put(v.astype(block[n].dtype), block[n].sharding) for n, v in taken.items()}
     return found

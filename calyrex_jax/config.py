@@ -40,6 +40,8 @@ def default_config() -> ConfigDict:
     config.cal.rope = False
     config.cal.rope_theta = 10000.0
     config.cal.init = "random"  # or layer: W_Q, W_K, W_V and the norm start from the frozen layer behind each boundary
+    config.cal.num_heads = 0  # 0: the backbone's query heads
+    config.cal.num_kv_heads = 0  # 0: the backbone's key/value heads
     config.cal.mlp_dim = 0  # 0: half the model width, rounded down to a multiple of 128
 
     config.parallel_mlp = ConfigDict()
@@ -106,6 +108,12 @@ def default_config() -> ConfigDict:
     config.eval.limit = 0  # items to use, spread over all cells; 0 is all of them
     config.eval.seed = 0  # of the bootstrap, and of what tasks draw
 
+    config.ablate = ConfigDict()
+    config.ablate.placements = ""  # --mode=ablate: presets or boundaries joined by ";"; "" is all eight presets
+    config.ablate.seeds = 1  # runs a placement, with train.seed, train.seed + 1, …
+    config.ablate.match = "width"  # every block alike; or parameters: blocks so wide that all placements are of one size
+    config.ablate.reference = "late8th"  # what the others are compared with, and whose size they match
+
     config.mesh = ConfigDict()
     config.mesh.data = -1
     config.mesh.fsdp = 1
@@ -142,6 +150,7 @@ def check(config: ConfigDict) -> None:
         "data.prefix_cache": ("off", "float32", "bfloat16"),
         "eval.after_training": ("", "rules"),
         "eval.filler": ("turns", "passage"),
+        "ablate.match": ("width", "parameters"),
     }
     for field, known in choices.items():
         group, name = field.split(".")
@@ -150,7 +159,7 @@ def check(config: ConfigDict) -> None:
     positive = ("data.max_length", "train.steps", "train.batch_size", "train.accumulate", "train.loss_chunk")
     positive += ("train.log_every", "train.save_every", "train.keep", "train.max_skipped")
     positive += ("generate.max_new_tokens", "generate.batch_size", "eval.max_new_tokens", "eval.batch_size")
-    positive += ("eval.batch_tokens", "eval.turns", "eval.long_max_new_tokens")
+    positive += ("eval.batch_tokens", "eval.turns", "eval.long_max_new_tokens", "ablate.seeds")
     for field in positive:
         group, name = field.split(".")
         if config[group][name] < 1:

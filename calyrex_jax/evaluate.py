@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from calyrex_jax.evals import study, summary
 from calyrex_jax.evals.ask import ChatReader, ModelAsk
 from calyrex_jax.evals.report import write_json
 from calyrex_jax.evals.tasks import registry
+from calyrex_jax.evals.tasks.api import Task
 from calyrex_jax.generate.batching import max_positions
 from calyrex_jax.metrics import Metrics
 from calyrex_jax.train import Interrupted, StopSignal
@@ -35,16 +37,9 @@ def evaluate(config: ConfigDict, workdir: str) -> int:
     check(config)
     tasks = registry.make_tasks(config.eval.tasks, task_settings(config))
     directory = prepare_workdir(workdir)
-    run = build.open_run(config)
-    others = compared_runs(run, config.eval.compare)
-    reader = ChatReader(run.tokenizer, run.policy, max_positions(run.spec))
-    items = {task.name: task.items(reader) for task in tasks}
-    backbone = build.load_weights(run)
-    subjects = make_subjects(run, directory, others, reader, backbone)
-    write_json(directory / "config.json", as_dict(config))
     stop, show = StopSignal(), Metrics(directory)
     try:
-        found = study.run(tasks, items, subjects, directory / "eval", show, stop.check, config.eval.seed)
+        found = measured(config, tasks, directory, parse_compare(config.eval.compare), show, stop)
     except Interrupted as signalled:
         print("interrupted: every verdict so far is kept; the same command goes on from there", file=sys.stderr, flush=True)
         return signalled.args[0]
@@ -52,8 +47,23 @@ def evaluate(config: ConfigDict, workdir: str) -> int:
         show.close()
     write_json(directory / "report.json", kept_report(directory / "report.json") | summary.as_json(found, tasks))
     print(summary.as_report(found, tasks, directory), flush=True)
-    show.say(f"done: {', '.join(items)}; {directory / 'report.json'}, {directory / 'report.html'}, verdicts in eval/")
+    names = ", ".join(task.name for task in tasks)
+    show.say(f"done: {names}; {directory / 'report.json'}, {directory / 'report.html'}, verdicts in eval/")
     return 0
+
+
+def measured(
+    config: ConfigDict, tasks: Sequence[Task], directory: Path, places: dict[str, Path], show: Metrics, stop: StopSignal
+) -> study.Findings:
+    """The tasks for the run's own adapters, those of `places` ({name: a run's directory}) and the frozen backbone."""
+    run = build.open_run(config)
+    others = compared_runs(run, places)
+    reader = ChatReader(run.tokenizer, run.policy, max_positions(run.spec))
+    items = {task.name: task.items(reader) for task in tasks}
+    backbone = build.load_weights(run)
+    subjects = make_subjects(run, directory, others, reader, backbone)
+    write_json(directory / "config.json", as_dict(config))
+    return study.run(tasks, items, subjects, directory / "eval", show, stop.check, config.eval.seed)
 
 
 def task_settings(config: ConfigDict) -> registry.Settings:
@@ -81,21 +91,28 @@ def kept_report(path: Path) -> dict:
     return found if isinstance(found, dict) else {}
 
 
-def compared_runs(run: build.Run, compare: str) -> dict[str, tuple[build.Run, Path]]:
-    """config.eval.compare, "NAME=DIR,…", as {name: (the run with that directory's adapters, directory)}.
-
-    The adapter's name, placement and settings are those that DIR's newest checkpoint was trained with; the backbone must be
-    this run's. Raises UserError where there is no checkpoint or it belongs to another backbone.
-    """
-    found: dict[str, tuple[build.Run, Path]] = {}
+def parse_compare(compare: str) -> dict[str, Path]:
+    """config.eval.compare, "NAME=DIR,…", as {name: directory}; UserError where it is not understood."""
+    found: dict[str, Path] = {}
     for entry in filter(None, (part.strip() for part in compare.split(","))):
         name, _, place = entry.partition("=")
-        where = f"config.eval.compare: {entry!r}"
         if not name or not place or name in found or name == FROZEN or not name.replace("_", "").replace("-", "").isalnum():
             raise UserError(
-                f"{where} is not understood; write NAME=DIR,NAME=DIR with different names, none of them {FROZEN}"
+                f"config.eval.compare: {entry!r} is not understood; write NAME=DIR,NAME=DIR with different names, none of them {FROZEN}"
             )
-        directory = Path(place).expanduser().resolve()
+        found[name] = Path(place).expanduser().resolve()
+    return found
+
+
+def compared_runs(run: build.Run, places: dict[str, Path]) -> dict[str, tuple[build.Run, Path]]:
+    """{name: (the run with that directory's adapters, directory)}.
+
+    The adapter's name, placement and settings are those that the directory's newest checkpoint was trained with; the
+    backbone must be this run's. Raises UserError where there is no checkpoint or it belongs to another backbone.
+    """
+    found: dict[str, tuple[build.Run, Path]] = {}
+    for name, directory in places.items():
+        where = f"config.eval.compare: {name}={directory}"
         saved = checkpoint.Checkpoints(directory / "checkpoints", keep=None, config=as_dict(run.config))
         if saved.latest_step() is None:
             raise UserError(

@@ -60,11 +60,17 @@ class Model:
         keys = jax.random.split(key, max(len(self.adapters), 1))
         return {adapter.name: adapter.init(k) for adapter, k in zip(self.adapters, keys)}
 
-    def prefix(self, backbone: Tree, batch: Batch) -> jax.Array:
-        """Hidden states at the first boundary, [B, T, D]: a function of the frozen backbone alone."""
+    def prefix(self, backbone: Tree, batch: Batch, start: int = 0) -> jax.Array:
+        """Hidden states at the first boundary, [B, T, D]: a function of the frozen backbone alone.
+
+        From batch.prefix, the states at boundary `start`, where that is above 0.
+        """
         context = decoder.make_context(self.spec, batch.positions, batch.segments)
-        x = decoder.embed(self.spec, backbone, batch.tokens, batch.positions)
-        return decoder.run_layers(self.spec, backbone["layers"], x, context, 0, self.first_boundary)[0]
+        if start:
+            x = jnp.asarray(batch.prefix, backbone["embed"]["tokens"].dtype)
+        else:
+            x = decoder.embed(self.spec, backbone, batch.tokens, batch.positions)
+        return decoder.run_layers(self.spec, backbone["layers"], x, context, start, self.first_boundary)[0]
 
     def hidden(self, params: Tree, batch: Batch, prefix: Array | None = None) -> jax.Array:
         """States after the final norm, [B, T, D]; `prefix` spares the layers below the first boundary."""

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -132,7 +133,7 @@ def _train(
     show.resume(int(state.step))
 
     if store is not None and store.missing():
-        fill_prefixes(model, backbone, examples, store, show, stop)
+        fill_prefixes(run, directory, backbone, examples, store, show, stop)
 
     # The steps.
     step_fn = jax.jit(
@@ -244,8 +245,11 @@ class Meter:
         return self.last
 
 
-def fill_prefixes(model, backbone: Tree, examples, store: PrefixStore, show: Metrics, stop: StopSignal) -> None:
+def fill_prefixes(
+    run: build.Run, directory: Path, backbone: Tree, examples, store: PrefixStore, show: Metrics, stop: StopSignal
+) -> None:
     """Computes what the prefix cache lacks, under a progress bar; what is done stays when a signal stops it."""
+    below = lower_prefixes(run, directory, examples)
     todo = sum(len(examples[i].tokens) for i in store.missing())
     with show.phase("prefix cache", todo, unit="tok") as bar:
 
@@ -253,7 +257,7 @@ def fill_prefixes(model, backbone: Tree, examples, store: PrefixStore, show: Met
             bar.update(tokens)
             stop.check()
 
-        sft.fill_prefix_store(model, backbone, examples, store, advance)
+        sft.fill_prefix_store(run.model, backbone, examples, store, advance, below)
 
 
 def place_state(optimizer: optax.GradientTransformation, adapters: Tree, mesh: Mesh) -> tuple[TrainState, Tree]:
@@ -300,15 +304,35 @@ def open_prefix_store(run: build.Run, directory: Path, examples) -> PrefixStore 
         return None
     if jax.process_count() > 1:
         raise UserError("config.data.prefix_cache: the prefix cache serves one process; set it to off on several hosts")
+    lengths = [len(example.tokens) for example in examples]
+    return PrefixStore.open(
+        *prefix_place(run, directory, examples, run.model.first_boundary), lengths, run.spec.embed_dim, dtype
+    )
+
+
+def lower_prefixes(run: build.Run, directory: Path, examples) -> tuple[int, PrefixStore] | None:
+    """The highest boundary below this run's whose states are in the same cache directory without loss, and their store."""
+    dtype = run.config.data.prefix_cache
+    if jnp.dtype(dtype).itemsize < run.dtype.itemsize:
+        return None
+    lengths = [len(example.tokens) for example in examples]
+    for boundary in range(run.model.first_boundary - 1, 0, -1):
+        where = prefix_place(run, directory, examples, boundary)
+        if (store := PrefixStore.finished(*where, lengths, run.spec.embed_dim, dtype)) is not None:
+            return boundary, store
+    return None
+
+
+def prefix_place(run: build.Run, directory: Path, examples, boundary: int) -> tuple[Path | str, dict]:
+    """Where the frozen states at a boundary are kept, and the key of all that they depend on."""
     key = {
         "checkpoint": run.source.fingerprint(),
         "backbone_dtype": str(run.dtype),
         "tokenizer": run.tokenizer.fingerprint(),
-        "boundary": run.model.first_boundary,
+        "boundary": boundary,
         "data": pipeline.fingerprint(examples),
     }
-    where = run.config.data.prefix_dir or directory / "prefix"
-    return PrefixStore.open(where, key, [len(example.tokens) for example in examples], run.spec.embed_dim, dtype)
+    return run.config.data.prefix_dir or directory / "prefix", key
 
 
 def make_batches(run: build.Run, examples, store: PrefixStore | None) -> pipeline.Batches:

@@ -15,7 +15,7 @@ W_O, W_D and W_C are zero at initialisation, so X'' equals X exactly; nothing el
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import flax.linen as nn
@@ -60,8 +60,37 @@ class CalConfig:
             raise UserError(f"cal.keys_from: {self.keys!r} is not known; use 'span' or 'all'")
         if self.mlp_dim < 1:
             raise UserError(f"cal.mlp_dim: {self.mlp_dim} leaves no mlp; use at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(
+                f"cal.num_heads: {self.num_heads} query heads do not divide into groups of {self.num_kv_heads} key/value heads "
+                "(cal.num_kv_heads); choose a multiple"
+            )
         if self.rope_theta is not None and self.head_dim % 2:
             raise UserError(f"cal.rope: the head width {self.head_dim} is odd; rotary positions need an even one")
+
+
+def sized(config: CalConfig, blocks: int, budget: int) -> CalConfig:
+    """The config whose `blocks` blocks have `budget` parameters in all, to within a fraction of a percent.
+
+    Heads come first: as many of the given ones, in the given groups where possible, as leave a third of a block for its mlp
+    (about what a block of default size has); the mlp's width takes the rest. UserError where nothing is left for it.
+    """
+    d, h, groups = config.embed_dim, config.head_dim, config.num_heads // config.num_kv_heads
+    norms = 2 * d + (d if config.copy else 0)
+    layouts = [(k * groups, k) for k in range(config.num_kv_heads, 0, -1)] + [(n, 1) for n in range(groups - 1, 0, -1)]
+    block = budget / blocks
+
+    def attention(heads: int, kv_heads: int) -> int:
+        return 2 * d * h * (heads + kv_heads) + (d * heads if config.copy else 0)
+
+    heads, kv_heads = next((pair for pair in layouts if attention(*pair) + norms <= block * 0.67), layouts[-1])
+    mlp_dim = round((block - attention(heads, kv_heads) - norms) / (3 * d))
+    if mlp_dim < 1:
+        raise UserError(
+            f"config.ablate.match=parameters: {budget} parameters in {blocks} blocks leave nothing for their mlps; "
+            "leave out this placement, or choose a larger reference"
+        )
+    return replace(config, num_heads=heads, num_kv_heads=kv_heads, mlp_dim=mlp_dim)
 
 
 def _rms_norm(x: Array, scale: Array, eps: float) -> Array:

@@ -68,22 +68,40 @@ class PrefixStore:
             raise UserError(
                 "prefix cache: there is no example to store; at least 1 is needed; check data.source and data.max_length"
             )
-        root = Path(directory).expanduser().resolve()
-        index = {"key": key, "lengths": [int(n) for n in lengths], "embed_dim": embed_dim, "dtype": dtype}
-        text = json.dumps(index, sort_keys=True)
-        store = cls(root / hashlib.sha256(text.encode()).hexdigest()[:16], lengths, embed_dim, dtype)
+        store, text = cls._named(directory, key, lengths, embed_dim, dtype)
         try:
             store.path.mkdir(parents=True, exist_ok=True)
-            store._reserve(text, root, report)
+            store._reserve(text, store.path.parent, report)
         except OSError as error:
             raise UserError(
                 f"prefix cache: {error.strerror or error} at {store.path}; a writable directory with "
                 f"{_amount(store.num_bytes)} free is needed; choose another cache directory or turn the cache off"
             ) from error
-        store._done = np.memmap(store.path / "done", np.uint8, "r+", shape=(len(lengths),))
-        store._data = np.memmap(store.path / "states", store.dtype, "r", shape=(int(store._starts[-1]), embed_dim))
-        store._file = os.open(store.path / "states", os.O_RDWR)
+        store._map()
         return store
+
+    @classmethod
+    def finished(
+        cls, directory: str | os.PathLike, key: dict, lengths: Sequence[int], embed_dim: int, dtype: str
+    ) -> PrefixStore | None:
+        """The store of `key` where it exists and lacks no example; else None, and nothing is made."""
+        store, text = cls._named(directory, key, lengths, embed_dim, dtype)
+        if not store._is_whole(text):
+            return None
+        store._map()
+        return None if store.missing() else store
+
+    @classmethod
+    def _named(cls, directory, key: dict, lengths: Sequence[int], embed_dim: int, dtype: str) -> tuple[PrefixStore, str]:
+        index = {"key": key, "lengths": [int(n) for n in lengths], "embed_dim": embed_dim, "dtype": dtype}
+        text = json.dumps(index, sort_keys=True)
+        root = Path(directory).expanduser().resolve()
+        return cls(root / hashlib.sha256(text.encode()).hexdigest()[:16], lengths, embed_dim, dtype), text
+
+    def _map(self) -> None:
+        self._done = np.memmap(self.path / "done", np.uint8, "r+", shape=(len(self._starts) - 1,))
+        self._data = np.memmap(self.path / "states", self.dtype, "r", shape=(int(self._starts[-1]), self.embed_dim))
+        self._file = os.open(self.path / "states", os.O_RDWR)
 
     def _reserve(self, text: str, root: Path, report: Callable[[str], None]) -> None:
         """Brings the files to full size before anything is computed; a store with a valid index is left as it is."""

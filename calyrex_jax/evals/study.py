@@ -38,10 +38,14 @@ class Subject:
 
 @dataclass(frozen=True)
 class Findings:
-    """Figures by task, model and cell; differences by task, "b - a" and cell (of a perplexity: the ratio b / a)."""
+    """Figures by task, model and cell; differences by task, "b - a" and cell (of a perplexity: the ratio b / a).
+
+    verdicts  what both were made of, by task and model
+    """
 
     figures: dict[str, dict[str, dict[str, Figure]]]
     differences: dict[str, dict[str, dict[str, Figure]]]
+    verdicts: dict[str, dict[str, Verdicts]]
 
 
 def run(
@@ -57,13 +61,32 @@ def run(
 
     check  called after every batch; may raise to stop, and nothing that was written is lost
     """
-    figures, differences = {}, {}
-    for task in tasks:
-        found = {s.name: _verdicts(task, items[task.name], s, directory, show, check) for s in subjects}
-        figures[task.name] = {name: cells(verdicts.values(), seed) for name, verdicts in found.items()}
-        pairs = [(a, b) for b, a in combinations(found, 2)]  # subjects come with the reference last
-        differences[task.name] = {f"{b} - {a}": compared(found[a], found[b], seed) for a, b in pairs}
-    return Findings(figures, differences)
+    found = {
+        task.name: {s.name: _verdicts(task, items[task.name], s, directory, show, check) for s in subjects} for task in tasks
+    }
+    return findings(found, [(b.name, a.name) for b, a in combinations(subjects, 2)], seed)
+
+
+def findings(verdicts: dict[str, dict[str, Verdicts]], pairs: Sequence[tuple[str, str]], seed: int = 0) -> Findings:
+    """Figures of all verdicts, and the differences b - a of the pairs (b, a)."""
+    figures = {task: {name: cells(v.values(), seed) for name, v in models.items()} for task, models in verdicts.items()}
+    differences = {
+        task: {f"{b} - {a}": compared(models[a], models[b], seed) for b, a in pairs} for task, models in verdicts.items()
+    }
+    return Findings(figures, differences, verdicts)
+
+
+def pooled(runs: Sequence[Verdicts]) -> Verdicts:
+    """Several runs of one method as one: an item's scores are summed over the runs, so that the bootstrap resamples items."""
+    found = {}
+    for item in runs[0]:
+        same: dict[str, list[Score]] = {}
+        for run in runs:
+            for score in run[item].scores:
+                same.setdefault(score.cell, []).append(score)
+        summed = (Score(cell, sum(s.total for s in of), sum(s.count for s in of), of[0].kind) for cell, of in same.items())
+        found[item] = Verdict(item, tuple(summed), {})
+    return found
 
 
 def _verdicts(

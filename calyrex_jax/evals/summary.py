@@ -48,9 +48,9 @@ def as_report(found: Findings, tasks: Sequence[Task], directory: Path) -> str:
         cells = list(dict.fromkeys(cell for model in figures.values() for cell in model))
         main, rest = _parted(cells)
         report.text(task.about, title=task.name)
-        report.table(f"{task.name}: figures", ["cell", *names], _rows(main, figures))
+        report.table(f"{task.name}: figures", ["cell", *names], rows(main, figures))
         if len(names) > 1:
-            report.table(f"{task.name}: differences", ["cell", *differences], _rows(main, differences))
+            report.table(f"{task.name}: differences", ["cell", *differences], rows(main, differences))
         for curve in task.curves(cells):
             series = {n: ([x for x, _ in curve.points], [figures[n].get(c) for _, c in curve.points]) for n in names}
             report.plot(f"{task.name}: {curve.title}", plots.figures_against(series, curve.xlabel, curve.title))
@@ -60,8 +60,8 @@ def as_report(found: Findings, tasks: Sequence[Task], directory: Path) -> str:
                 f"{task.name}: plot", plots.bars(rates[:_BARS], {n: [figures[n][c] for c in rates[:_BARS]] for n in names})
             )
         if rest:
-            report.table(f"{task.name}: finer cells", ["cell", *names], _rows(rest, figures))
-        shown += [[f"{task.name}: {row[0]}", *row[1:]] for row in _rows(main, figures)]
+            report.table(f"{task.name}: finer cells", ["cell", *names], rows(rest, figures))
+        shown += [[f"{task.name}: {row[0]}", *row[1:]] for row in rows(main, figures)]
     report.write_html(directory / "report.html")
     return text_table(["cell", *names], shown)
 
@@ -76,5 +76,6 @@ def _parted(cells: Iterable[str]) -> tuple[list[str], list[str]]:
     return [c for c in cells if "/" not in c], sorted(c for c in cells if "/" in c)
 
 
-def _rows(cells: Sequence[str], figures: dict[str, dict[str, Figure]]) -> list[list]:
+def rows(cells: Sequence[str], figures: dict[str, dict[str, Figure]]) -> list[list]:
+    """Table rows, one a cell: its figures in every model's (or difference's) column, None where there is none."""
     return [[cell, *(by_cell.get(cell) for by_cell in figures.values())] for cell in cells]

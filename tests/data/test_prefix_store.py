@@ -158,3 +158,14 @@ def test_a_kill_leaves_only_whole_examples_marked(tmp_path):
         done = set(range(4000)) - set(store.missing())
         assert set(seen) <= done < set(range(4000))
         assert all(np.all(store.read(index) == index) for index in done)
+
+
+def test_finished_gives_whole_stores_alone_and_makes_nothing(tmp_path):
+    arguments = (tmp_path / "cache", KEY, LENGTHS, 4, "float32")
+    assert PrefixStore.finished(*arguments) is None and not (tmp_path / "cache").exists()
+    store = opened(tmp_path / "cache")
+    store.write([0, 1, 2], [states(i) for i in range(3)])
+    assert PrefixStore.finished(*arguments) is None
+    store.write([3], [states(3)])
+    assert np.array_equal(PrefixStore.finished(*arguments).read(3), states(3))
+    assert PrefixStore.finished(tmp_path / "cache", KEY | {"boundary": 1}, LENGTHS, 4, "float32") is None
