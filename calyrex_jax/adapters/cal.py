@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from calyrex_jax.adapters.api import Site, boundary_key
 from calyrex_jax.core.errors import UserError
-from calyrex_jax.core.numerics import attend, matmul, point
+from calyrex_jax.core.numerics import attend, attend_pointing, matmul
 from calyrex_jax.core.types import Array, Tree
 
 
@@ -151,13 +151,16 @@ class CalBlock(nn.Module):
             if self.config.rope_theta is not None:
                 q = _rotate(q, positions, self.config.rope_theta)
             q = q * self.config.head_dim**-0.5
-            out = out + matmul(attend(q, k, v, mask), self.w_o, 2)
-            if self.config.copy:
+            if not self.config.copy:
+                out = out + matmul(attend(q, k, v, mask), self.w_o, 2)
+            else:
                 gates = matmul(normed, self.w_copy).astype(jnp.float32) / self.config.embed_dim
+                attended, pointed = attend_pointing(q, k, v, gates, mask)
+                out = out + matmul(attended, self.w_o, 2)
                 rows = _rms_norm(outputs, self.copy_scale, self.config.norm_eps).astype(jnp.float32)
                 # eps: the root's slope at zero, where a row is padding, is infinite
                 size = jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True) + self.config.norm_eps)
-                out = out + (size * (point(q, k, gates, mask) @ rows)).astype(x.dtype)
+                out = out + (size * (pointed @ rows)).astype(x.dtype)
         normed = _rms_norm(out, self.mlp_norm, self.config.norm_eps)
         # float32 between the maps: on CPUs an activation of bfloat16 numbers takes twice as long
         inner = jax.nn.silu(matmul(normed, self.w_gate).astype(jnp.float32)) * matmul(normed, self.w_up)

@@ -53,19 +53,23 @@ def attend(q: Array, k: Array, v: Array, mask: Array) -> jax.Array:
     Scores and softmax are float32: with 8 bits of mantissa, large scores lose their order. A query that sees no key gets
     an exact zero, not the mean of what is masked, and its gradients are zero too.
     """
-    b, t, n, h = q.shape
-    weights, total = _softmax_parts(q, k, mask)
-    weights = weights.astype(v.dtype).reshape(b, k.shape[2], -1, k.shape[1])
-    out = jnp.einsum("bkqs,bksh->bkqh", weights, v.transpose(0, 2, 1, 3), preferred_element_type=jnp.float32)
-    out = out.reshape(*total.shape[:-1], h) / total
-    return out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, h).astype(v.dtype)
+    return _weighted(*_softmax_parts(q, k, mask), v)
 
 
-def point(q: Array, k: Array, gates: Array, mask: Array) -> jax.Array:
-    """What `attend` looks at, summed over heads with the weights gates [B, T, N]: [B, T, S] float32."""
+def attend_pointing(q: Array, k: Array, v: Array, gates: Array, mask: Array) -> tuple[jax.Array, jax.Array]:
+    """`attend`, and what its heads look at, summed over them with the weights gates [B, T, N]: [B, T, S] float32."""
     weights, total = _softmax_parts(q, k, mask)
     gates = gates.reshape(*gates.shape[:2], *weights.shape[1:3]).transpose(0, 2, 3, 1)
-    return jnp.einsum("bkgts,bkgt->bts", weights, gates / total[..., 0])
+    return _weighted(weights, total, v), jnp.einsum("bkgts,bkgt->bts", weights, gates / total[..., 0])
+
+
+def _weighted(weights: Array, total: Array, v: Array) -> jax.Array:
+    """The mean of v [B, S, K, H] by numerators and denominators as `_softmax_parts` gives them: [B, T, N, H]."""
+    b, k, g, t, s = weights.shape
+    rows = weights.astype(v.dtype).reshape(b, k, g * t, s)
+    out = jnp.einsum("bkqs,bksh->bkqh", rows, v.transpose(0, 2, 1, 3), preferred_element_type=jnp.float32)
+    out = out.reshape(b, k, g, t, -1) / total
+    return out.transpose(0, 3, 1, 2, 4).reshape(b, t, k * g, -1).astype(v.dtype)
 
 
 def _softmax_parts(q: Array, k: Array, mask: Array) -> tuple[Array, Array]:
