@@ -101,6 +101,8 @@ def default_config() -> ConfigDict:
     config.eval.filler = "turns"  # long_context: ordinary turns between them, or one "passage" before the question
     config.eval.turns = 10  # turns: questions of one conversation
     config.eval.shots = "0,4,16"  # conflict: examples of the assistant complying, up to 128
+    config.eval.lm_chat = False  # mmlu, gsm8k: prompts through the chat template
+    config.eval.lm_system = ""  # mmlu, gsm8k: a system text above them
     config.eval.max_new_tokens = 48
     config.eval.long_max_new_tokens = 512  # ifeval, gsm8k
     config.eval.batch_size = 32

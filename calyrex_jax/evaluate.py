@@ -25,6 +25,7 @@ from calyrex_jax.evals.ask import ChatReader, ModelAsk
 from calyrex_jax.evals.report import write_json
 from calyrex_jax.evals.tasks import registry
 from calyrex_jax.evals.tasks.api import Task
+from calyrex_jax.evals.tasks.lm_eval_tasks import Prompting
 from calyrex_jax.generate.batching import max_positions
 from calyrex_jax.metrics import Metrics
 from calyrex_jax.train import Interrupted, StopSignal
@@ -78,6 +79,7 @@ def task_settings(config: ConfigDict) -> registry.Settings:
         filler=e.filler,
         turns=e.turns,
         shots=e.shots,
+        prompting=Prompting(e.lm_chat, e.lm_system),
         data=registry.parse_data(e.data, e.tasks),
     )
 

@@ -129,6 +129,18 @@ def encode(
     return _encode_all(tokenizer, [(where, messages)], policy or ChatPolicy(), for_generation)[0]
 
 
+def render(
+    tokenizer: Tokenizer, messages: Sequence[Message], *, for_generation: bool, policy: ChatPolicy, where: str
+) -> tuple[str, list[Range]]:
+    """A conversation's text and the character ranges of its system text, for those who tokenise it themselves.
+
+    Without `for_generation` the text stops where the last message's content does, so that a reply begun can be gone on with.
+    """
+    layout = _lay_out(tokenizer.template(policy.chat_template, policy.date_string), messages, policy, for_generation, where)
+    end = len(layout.text) if for_generation or not layout.contents else layout.contents[-1][1]
+    return layout.text[:end], layout.system
+
+
 def encode_corpus(
     tokenizer: Tokenizer,
     conversations: Iterable[tuple[str, dict[str, Any]]],

@@ -68,7 +68,7 @@ class ModelAsk:
                 pad_id=tokenizer.pad_id,
                 batch_size=rows,
                 vocab_limit=tokenizer.vocab_size,
-                progress=self._progress(),
+                progress=self.progress(),
             )
             for index, reply in zip(chosen, replies):
                 yield index, Answer(tokenizer.decode(reply.text_tokens), reply.finish_reason)
@@ -83,7 +83,7 @@ class ModelAsk:
                 [examples[index] for index in chosen],
                 pad_id=self.reader.tokenizer.pad_id,
                 batch_size=rows,
-                progress=self._progress(),
+                progress=self.progress(),
             )
             for index, logprobs in zip(chosen, scored):
                 yield index, Scored(examples[index].tokens, logprobs, examples[index].targets)
@@ -95,7 +95,7 @@ class ModelAsk:
             runs.setdefault(rows_for(lengths[index] + new_tokens, self.batch_size, self.batch_tokens), []).append(index)
         yield from runs.items()
 
-    def _progress(self) -> Callable[[int, int], None]:
+    def progress(self) -> Callable[[int, int], None]:
         """`progress` of loop.stream, which counts from the start of its run, as `advance`, which counts on."""
         seen = 0
 

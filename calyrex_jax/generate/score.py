@@ -77,6 +77,17 @@ def _score(model: Model, params: Tree, batch: Batch) -> Array:
 
 def token_logprobs(states: Array, head: Array, labels: Array) -> jax.Array:
     """log softmax(states · headᵀ) at `labels`: states [B, M, D], head [V, D], labels [B, M] -> [B, M] float32."""
+    return by_token(states, head, labels, logprob)
+
+
+def logprob(logits: Array, labels: Array) -> jax.Array:
+    """log softmax(logits) at `labels`: [B, c, V] and [B, c] -> [B, c]."""
+    picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    return picked - jax.nn.logsumexp(logits, axis=-1)
+
+
+def by_token(states: Array, head: Array, labels: Array, read: Callable) -> Tree:
+    """read(logits [B, c, V], labels [B, c]), a tree of [B, c], for all of states [B, M, D] in chunks: a tree of [B, M]."""
     rows, count, _ = states.shape
     size = max(1, min(_MAX_CHUNK, count, _CHUNK_LOGITS // (rows * head.shape[0])))
     room = -count % size
@@ -87,12 +98,10 @@ def token_logprobs(states: Array, head: Array, labels: Array) -> jax.Array:
 
     def one(part):
         x, label = part
-        logits = jnp.einsum("bcd,vd->bcv", x, head, preferred_element_type=jnp.float32)
-        picked = jnp.take_along_axis(logits, label[..., None], axis=-1)[..., 0]
-        return picked - jax.nn.logsumexp(logits, axis=-1)
+        return read(jnp.einsum("bcd,vd->bcv", x, head, preferred_element_type=jnp.float32), label)
 
     found = jax.lax.map(one, (split(states), split(labels)))
-    return jnp.moveaxis(found, 0, 1).reshape(rows, count + room)[:, :count]
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, count + room)[:, :count], found)
 
 
 def perplexity(logprobs: Iterable[np.ndarray], masks: Iterable[np.ndarray]) -> float:

@@ -8,6 +8,7 @@ from calyrex_jax.core.errors import UserError
 from calyrex_jax.evals.tasks.api import Task, numbers
 from calyrex_jax.evals.tasks.conflict import MOST_SHOTS, ConflictTask
 from calyrex_jax.evals.tasks.ifeval import IfevalTask
+from calyrex_jax.evals.tasks.lm_eval_tasks import Gsm8kTask, MmluTask, Prompting
 from calyrex_jax.evals.tasks.long_context import LONGEST, LongContextTask
 from calyrex_jax.evals.tasks.perplexity import PerplexityTask
 from calyrex_jax.evals.tasks.rules import RulesTask
@@ -26,6 +27,7 @@ class Settings:
     filler: str
     turns: int
     shots: str
+    prompting: Prompting
     data: dict[str, str]
 
 
@@ -46,6 +48,8 @@ TASKS = {
     "conflict": (_conflict, "no"),
     "ifeval": (lambda s: IfevalTask(s.data["ifeval"], False, s.limit, s.long_new_tokens), "must"),
     "ifeval_system": (lambda s: IfevalTask(s.data["ifeval_system"], True, s.limit, s.long_new_tokens), "must"),
+    "mmlu": (lambda s: MmluTask(s.data["mmlu"], s.prompting, s.limit), "must"),
+    "gsm8k": (lambda s: Gsm8kTask(s.data["gsm8k"], s.prompting, s.limit, s.long_new_tokens), "must"),
     "perplexity": (lambda s: PerplexityTask(s.data.get("perplexity", ""), s.limit), "may"),
 }
 

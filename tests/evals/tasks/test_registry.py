@@ -5,9 +5,19 @@ import pytest
 from calyrex_jax.core.errors import UserError
 from calyrex_jax.evals.tasks import registry
 from calyrex_jax.evals.tasks.api import numbers, thinned
+from calyrex_jax.evals.tasks.lm_eval_tasks import Prompting
 
 SETTINGS = registry.Settings(
-    limit=3, seed=0, new_tokens=8, long_new_tokens=9, context_lengths="0,50", filler="turns", turns=2, shots="0,2", data={}
+    limit=3,
+    seed=0,
+    new_tokens=8,
+    long_new_tokens=9,
+    context_lengths="0,50",
+    filler="turns",
+    turns=2,
+    shots="0,2",
+    prompting=Prompting(),
+    data={},
 )
 
 
