@@ -188,4 +188,5 @@ def _subject(name: str, run: build.Run, reader: ChatReader, backbone: Tree, adap
             advance,
         )
 
-    return study.Subject(name, digest, ask)
+    # layers below the first boundary are the backbone's alone
+    return study.Subject(name, digest, ask, run.model.first_boundary or None)

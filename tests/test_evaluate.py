@@ -10,7 +10,7 @@ from calyrex_jax import build, checkpoint, evaluate
 from calyrex_jax.config import as_dict
 from calyrex_jax.core.errors import UserError
 from calyrex_jax.data import chat, rules
-from calyrex_jax.evals.ask import ChatReader, ModelAsk, rows_for
+from calyrex_jax.evals.ask import ChatReader, ModelAsk, generate_together, rows_for
 from calyrex_jax.generate import loop, score
 from tests import tiny, tiny_runs
 from tests.tiny_runs import conversation, make_config
@@ -154,6 +154,32 @@ def test_plain_conversations_of_the_user(place, tmp_path):
 
 
 # Batching
+
+
+def test_models_that_share_layers_answer_as_each_alone(place):
+    """CAL of two shapes and the frozen model begin at different boundaries or the same; the replies are the same anyway."""
+    asks, reader = {}, None
+    for name, changes in {
+        "cal": {},
+        "rope": {"cal__rope": True},
+        "other": {"adapter__placement": "1", "cal__mlp_dim": 8},
+    }.items():
+        opened = build.open_run(make_config(place / "model", **changes))
+        reader = reader or ChatReader(opened.tokenizer, opened.policy, 4096)
+        moved = tiny.perturbed(build.fresh_adapters(opened), size=0.3)
+        params = {"backbone": build.load_weights(opened), "adapters": moved}
+        asks[name] = ModelAsk(reader, opened.model, params, opened.stop_ids, 3, 600)
+    chats = [conversation("Who are you? " * n, None, "Be brief")["messages"] for n in (1, 20, 2)]
+    together = dict(generate_together(asks, chats, 5))
+    assert sorted(together) == list(range(3))
+    for name, ask in asks.items():
+        assert {i: answers[name] for i, answers in together.items()} == dict(ask.generate(chats, 5))
+    assert any(len({answer.text for answer in answers.values()}) > 1 for answers in together.values())
+    elsewhere = build.open_run(make_config(place / "model", adapter__placement="2"))
+    params = {"backbone": params["backbone"], "adapters": build.fresh_adapters(elsewhere)}
+    asks["late"] = ModelAsk(reader, elsewhere.model, params, opened.stop_ids, 3, 600)
+    with pytest.raises(ValueError, match="one first boundary"):
+        list(generate_together(asks, chats, 5))
 
 
 def test_long_conversations_get_fewer_rows(place):

@@ -6,7 +6,7 @@ batch, so that a batch holds no more than `batch_tokens` tokens. One compiled pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from calyrex_jax.core.types import Tree, bucket
@@ -105,6 +105,33 @@ class ModelAsk:
             seen = done
 
         return progress
+
+
+def generate_together(
+    asks: Mapping[str, ModelAsk], conversations: Sequence[Messages], max_new_tokens: int
+) -> Iterator[tuple[int, dict[str, Answer]]]:
+    """(index, {name: greedy reply}) of several models whose adapters begin at the same boundary, which read a prompt once."""
+    first = next(iter(asks.values()))
+    tokenizer = first.reader.tokenizer
+    prompts = [first.reader.encode(messages) for messages in conversations]
+    for rows, chosen in first.batches([len(p.tokens) for p in prompts], max_new_tokens):
+        replies = loop.stream_compare(
+            {name: (ask.model, ask.params["adapters"]) for name, ask in asks.items()},
+            first.params["backbone"],
+            [prompts[index] for index in chosen],
+            max_new_tokens=max_new_tokens,
+            stop_ids=first.stop_ids,
+            pad_id=tokenizer.pad_id,
+            batch_size=rows,
+            vocab_limit=tokenizer.vocab_size,
+            progress=first.progress(),
+        )
+        for found in replies:
+            (row,) = {reply.row for reply in found.values()}
+            yield (
+                chosen[row],
+                {name: Answer(tokenizer.decode(r.text_tokens), r.finish_reason) for name, r in found.items()},
+            )
 
 
 def rows_for(length: int, batch_size: int, batch_tokens: int) -> int:

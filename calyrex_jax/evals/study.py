@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from calyrex_jax.evals import stats
+from calyrex_jax.evals.ask import generate_together
 from calyrex_jax.evals.journal import Journal, verdict_key
 from calyrex_jax.evals.stats import Figure
-from calyrex_jax.evals.tasks.api import Ask, Item, Score, Task, Verdict
+from calyrex_jax.evals.tasks.api import Ask, Item, Score, Task, Verdict, verdict_on
 from calyrex_jax.metrics import Metrics
 
 Verdicts = dict[str, Verdict]  # by item
@@ -29,11 +30,13 @@ class Subject:
 
     digest  of everything that its replies depend on: weights, types, template, reply length
     ask     makes the Ask; gets what is to be called after every batch with the number of conversations done
+    shares  equal for subjects whose Asks are `ModelAsk`s of one backbone and one first boundary; None: it runs alone
     """
 
     name: str
     digest: str
     ask: Callable[[Callable[[int], None]], Ask]
+    shares: int | None = None
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,7 @@ def run(
 
     check  called after every batch; may raise to stop, and nothing that was written is lost
     """
-    found = {
-        task.name: {s.name: _verdicts(task, items[task.name], s, directory, show, check) for s in subjects} for task in tasks
-    }
+    found = {task.name: _verdicts(task, items[task.name], subjects, directory, show, check) for task in tasks}
     return findings(found, [(b.name, a.name) for b, a in combinations(subjects, 2)], seed)
 
 
@@ -90,29 +91,65 @@ def pooled(runs: Sequence[Verdicts]) -> Verdicts:
 
 
 def _verdicts(
-    task: Task, items: Sequence[Item], subject: Subject, directory: Path, show: Metrics, check: Callable[[], None]
-) -> Verdicts:
-    """The verdict on every item, from the journal where it has one."""
-    journal = Journal.open(directory / f"{task.name}.{subject.name}.jsonl", subject.digest)
-    keys = {item.id: verdict_key(task, item, subject.digest) for item in items}
-    missing = [item for item in items if journal.get(keys[item.id]) is None]
-    if len(missing) < len(items):
-        show.say(
-            f"{task.name}, {subject.name}: {len(items) - len(missing)} of {len(items)} verdicts kept from {journal.path}"
-        )
-    if missing:
-        by_id = {item.id: item for item in missing}
-        with show.phase(f"{task.name}, {subject.name}", len(missing), unit="item") as bar:
+    task: Task, items: Sequence[Item], subjects: Sequence[Subject], directory: Path, show: Metrics, check: Callable[[], None]
+) -> dict[str, Verdicts]:
+    """{subject: the verdict on every item}, from the journals where they have one."""
+    files = {s.name: _Part(task, items, s, directory) for s in subjects}
+    for part in files.values():
+        if kept := len(items) - len(part.missing):
+            show.say(f"{task.name}, {part.subject.name}: {kept} of {len(items)} verdicts kept from {part.journal.path}")
+    for group, missing in _groups(task, list(files.values())):
+        label = f"{task.name}, {' and '.join(part.subject.name for part in group)}"
+        with show.phase(label, len(missing) * len(group), unit="verdict") as bar:
 
-            def advance(count: int) -> None:
+            def advance(count: int, bar=bar) -> None:
                 bar.postfix()  # a bar that moves only with whole items still shows that it is alive
                 check()
 
-            for verdict in task.run(subject.ask(advance), missing):
-                journal.add(keys[verdict.item], subject.digest, by_id[verdict.item], verdict)
+            for part, verdict in _run(task, group, missing, advance):
+                part.add(verdict)
                 bar.update(1)
-    journal.close()
-    return {item.id: journal.get(keys[item.id]) for item in items}
+    found = {}
+    for name, part in files.items():
+        part.journal.close()
+        found[name] = {item.id: part.journal.get(part.keys[item.id]) for item in items}
+    return found
+
+
+class _Part:
+    """One task of one subject: its journal, and the items that it lacks."""
+
+    def __init__(self, task: Task, items: Sequence[Item], subject: Subject, directory: Path):
+        self.subject = subject
+        self.journal = Journal.open(directory / f"{task.name}.{subject.name}.jsonl", subject.digest)
+        self.keys = {item.id: verdict_key(task, item, subject.digest) for item in items}
+        self.missing = [item for item in items if self.journal.get(self.keys[item.id]) is None]
+        self._items = {item.id: item for item in items}
+
+    def add(self, verdict: Verdict) -> None:
+        """Writes a verdict."""
+        self.journal.add(self.keys[verdict.item], self.subject.digest, self._items[verdict.item], verdict)
+
+
+def _groups(task: Task, parts: Sequence[_Part]) -> list[tuple[list[_Part], list[Item]]]:
+    """What is run in one go: parts that lack the same items and share layers, if the task asks once; else each alone."""
+    groups: dict[tuple, list[_Part]] = {}
+    for number, part in enumerate(parts):
+        together = hasattr(task, "judge") and part.subject.shares is not None
+        key = (part.subject.shares, tuple(item.id for item in part.missing)) if together else (number,)
+        groups.setdefault(key, []).append(part)
+    return [(group, group[0].missing) for group in groups.values() if group[0].missing]
+
+
+def _run(task: Task, group: Sequence[_Part], missing: Sequence[Item], advance: Callable[[int], None]):
+    """(part, verdict) for every missing item of every part."""
+    asks = {part.subject.name: part.subject.ask(advance) for part in group}
+    if len(group) == 1:
+        yield from ((group[0], verdict) for verdict in task.run(asks[group[0].subject.name], missing))
+        return
+    for index, answers in generate_together(asks, [item.messages for item in missing], task.new_tokens):
+        for part in group:
+            yield part, verdict_on(task, missing[index], answers[part.subject.name])
 
 
 def _by_cell(verdicts) -> dict[str, dict[str, Score]]:

@@ -146,9 +146,22 @@ def _replies(run, prompts, size: int, pad_id: int, mesh, progress) -> Iterator[R
 
 
 def compare(
-    model: Model,
+    model: Model, backbone: Tree, variants: dict[str, Tree], prompts: Sequence[Sequenced], **options
+) -> dict[str, list[Reply]]:
+    """Greedy replies of several trained states of the same adapters, {variant: replies in input order}.
+
+    `options` are those of `stream_compare`.
+    """
+    subjects = {name: (model, adapters) for name, adapters in variants.items()}
+    found = sorted(
+        stream_compare(subjects, backbone, prompts, **options), key=lambda replies: min(r.row for r in replies.values())
+    )
+    return {name: [replies[name] for replies in found] for name in variants}
+
+
+def stream_compare(
+    subjects: dict[str, tuple[Model, Tree]],
     backbone: Tree,
-    variants: dict[str, Tree],
     prompts: Sequence[Sequenced],
     *,
     max_new_tokens: int,
@@ -158,32 +171,41 @@ def compare(
     vocab_limit: int | None = None,
     where: Sequence[str] | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> dict[str, list[Reply]]:
-    """Greedy replies of several trained states of the same adapters, {variant: replies in input order}.
+) -> Iterator[dict[str, Reply]]:
+    """Greedy replies of several models to each prompt, {name: reply}, as soon as a batch is done.
 
-    The layers below the first boundary read each prompt once for all of them; options and errors are those of `stream`.
+    subjects  {name: (model, its adapters' parameters)}; all models have the same first boundary, below which the layers
+              read each prompt once for all of them
+    progress  called with the replies of all subjects together
+
+    The other options and the errors are those of `stream`. Raises ValueError where the first boundaries differ.
     """
-    check(model.spec, prompts, max_new_tokens, where)
-    limit = model.spec.vocab_size if vocab_limit is None else vocab_limit
+    models = [model for model, _ in subjects.values()]
+    if len({(m.spec, m.first_boundary) for m in models}) != 1:
+        raise ValueError("only models of one backbone and with one first boundary share a prefix")
+    spec = models[0].spec
+    check(spec, prompts, max_new_tokens, where)
+    limit = spec.vocab_size if vocab_limit is None else vocab_limit
     stops = np.asarray(sorted(set(stop_ids)), np.int32)
     size = rows_of(batch_size, len(prompts), None)
-    found: dict[str, dict[int, Reply]] = {name: {} for name in variants}
-    tokens = 0
-    layers = _decoding_layers(backbone, prompts, size, max_new_tokens, len(variants))
+    made = tokens = 0
+    layers = _decoding_layers(backbone, prompts, size, max_new_tokens, len(subjects))
     for chosen in plan([len(p.tokens) for p in prompts], max(size, 1)):
         batch = assemble([prompts[row] for row in chosen], size, pad_id, left_pad=True)
-        prefix = _prefix(model, max_new_tokens, backbone, batch)
-        for name, adapters in variants.items():
+        prefix = _prefix(models[0], max_new_tokens, backbone, batch)
+        replies: list[dict[str, Reply]] = [{} for _ in chosen]
+        for name, (model, adapters) in subjects.items():
             params = {"backbone": backbone, "adapters": adapters}
             run = partial(_run, model, max_new_tokens, Sampling(), limit, params, layers, stops, np.uint32(0))
-            made, lengths, stopped = jax.device_get(run(batch, np.arange(size, dtype=np.int32), prefix))
+            ids, lengths, stopped = jax.device_get(run(batch, np.arange(size, dtype=np.int32), prefix))
             for at, row in enumerate(chosen):
-                reply = tuple(made[at, : lengths[at]].tolist())
-                found[name][row] = Reply(reply, "stop" if stopped[at] else "length", row)
+                reply = tuple(ids[at, : lengths[at]].tolist())
+                replies[at][name] = Reply(reply, "stop" if stopped[at] else "length", row)
                 tokens += len(reply)
+            made += len(chosen)
             if progress is not None:
-                progress(sum(map(len, found.values())), tokens)
-    return {name: [replies[row] for row in range(len(prompts))] for name, replies in found.items()}
+                progress(made, tokens)
+        yield from replies
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -68,9 +68,13 @@ class Shout:
     name = "shout"
     headline = "loud"
     about = "x"
+    new_tokens = 4
 
     def run(self, ask, items):
-        return judged(ask, items, 4, lambda item, reply: (Score("loud", reply.startswith(self.loud)),))
+        return judged(self, ask, items)
+
+    def judge(self, item, reply):
+        return (Score("loud", reply.startswith(self.loud)),)
 
 
 ITEMS = [Item(str(i), ({"role": "user", "content": f"say {i}"},), {"i": i}) for i in range(6)]

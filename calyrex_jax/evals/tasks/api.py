@@ -1,19 +1,20 @@
 """What a task is: items that are the same for every model, and verdicts on what one model made of them.
 
     class Shout:                                     # a frozen dataclass; its fields are its settings
-        name, headline, about = "shout", "loud", "Does the model shout when told to?"
+        name, headline, about, new_tokens = "shout", "loud", "Does the model shout when told to?", 8
 
         def items(self, reader): return [Item("0", ({"role": "system", "content": "Shout."}, …))]
 
-        def run(self, ask, items):
-            return judged(ask, items, 8, lambda item, reply: (Score("loud", reply.isupper()),))
+        def run(self, ask, items): return judged(self, ask, items)
+
+        def judge(self, item, reply): return (Score("loud", reply.isupper()),)
 
 Items are independent of each other: a verdict that an earlier run wrote is kept, and only the missing items are run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -129,14 +130,25 @@ class Task(Protocol):
         """What of the cells found is to be drawn against a number."""
 
 
-def judged(
-    ask: Ask, items: Sequence[Item], max_new_tokens: int, judge: Callable[[Item, str], tuple[Score, ...]]
-) -> Iterator[Verdict]:
-    """The run of a task that asks once an item and judges the reply's text."""
-    for index, answer in ask.generate([item.messages for item in items], max_new_tokens):
-        item = items[index]
-        said = {"reply": answer.text, "finish_reason": answer.finish_reason}
-        yield Verdict(item.id, judge(item, answer.text), said)
+class AskOnce(Task, Protocol):
+    """A task that asks every item once and judges the reply's text; models that share layers then read a prompt once."""
+
+    new_tokens: int
+
+    def judge(self, item: Item, reply: str) -> tuple[Score, ...]:
+        """The scores of one reply."""
+
+
+def judged(task: AskOnce, ask: Ask, items: Sequence[Item]) -> Iterator[Verdict]:
+    """The run of a task that asks once."""
+    for index, answer in ask.generate([item.messages for item in items], task.new_tokens):
+        yield verdict_on(task, items[index], answer)
+
+
+def verdict_on(task: AskOnce, item: Item, answer: Answer) -> Verdict:
+    """What a task that asks once makes of one reply."""
+    said = {"reply": answer.text, "finish_reason": answer.finish_reason}
+    return Verdict(item.id, task.judge(item, answer.text), said)
 
 
 def thinned(items: Sequence, limit: int) -> list:

@@ -129,7 +129,11 @@ class ConflictTask:
 
     def run(self, ask: Ask, items: Sequence[Item]) -> Iterator[Verdict]:
         """One reply an item."""
-        return judged(ask, items, self.new_tokens, _judge)
+        return judged(self, ask, items)
+
+    def judge(self, item: Item, reply: str) -> tuple[Score, ...]:
+        """The scores of one reply."""
+        return _judge(item, reply)
 
     def curves(self, cells: Iterable[str]) -> list[Curve]:
         """Attack success against the number of examples, by kind."""

@@ -71,7 +71,11 @@ class IfevalTask:
 
     def run(self, ask: Ask, items: Sequence[Item]) -> Iterator[Verdict]:
         """One reply an item."""
-        return judged(ask, items, self.new_tokens, lambda item, reply: judge(item.detail, reply))
+        return judged(self, ask, items)
+
+    def judge(self, item: Item, reply: str) -> tuple[Score, ...]:
+        """The scores of one reply."""
+        return judge(item.detail, reply)
 
     def curves(self, cells: Iterable[str]) -> list[Curve]:
         """None."""

@@ -74,7 +74,11 @@ class LongContextTask:
 
     def run(self, ask: Ask, items: Sequence[Item]) -> Iterator[Verdict]:
         """One reply an item."""
-        return judged(ask, items, self.new_tokens, _judge)
+        return judged(self, ask, items)
+
+    def judge(self, item: Item, reply: str) -> tuple[Score, ...]:
+        """The scores of one reply."""
+        return _judge(item, reply)
 
     def curves(self, cells: Iterable[str]) -> list[Curve]:
         """Adherence against distance: all rules, those about the beginning, those about the end."""
@@ -103,5 +107,6 @@ def _judge(item: Item, reply: str) -> tuple[Score, ...]:
     return (
         Score("adherence", verdict.follows),
         *(Score(name, verdict.follows) for name in names),
-        Score(f"answers at {cell}", verdict.answered),
+        Score(f"{cell}/answers", verdict.answered),
+        Score(f"{cell}/follows and answers", verdict.follows and verdict.answered),
     )

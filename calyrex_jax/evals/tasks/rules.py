@@ -43,7 +43,11 @@ class RulesTask:
 
     def run(self, ask: Ask, items: Sequence[Item]) -> Iterator[Verdict]:
         """One reply an item."""
-        return judged(ask, items, self.new_tokens, _judge)
+        return judged(self, ask, items)
+
+    def judge(self, item: Item, reply: str) -> tuple[Score, ...]:
+        """The scores of one reply."""
+        return _judge(item, reply)
 
     def curves(self, cells: Iterable[str]) -> list[Curve]:
         """None."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from calyrex_jax.core.errors import UserError
 from calyrex_jax.data import rules, rules_replies
-from calyrex_jax.data.rules_checks import follows, holds
+from calyrex_jax.data.rules_checks import follows, holds, is_answered
 from calyrex_jax.data.rules_questions import questions
 from calyrex_jax.evals.tasks.api import Ask, Curve, Item, Reader, Score, Verdict, thinned
 from calyrex_jax.evals.tasks.long_context import place
@@ -34,7 +34,8 @@ class TurnsTask:
         """What is counted."""
         return (
             f"Conversations of {self.turns} held-out questions under one held-out rule; the model's own replies enter the history. "
-            "turn k is adherence at the k-th reply, whatever came before. Turns until the first breach is the mean number of "
+            "turn k is adherence at the k-th reply, whatever came before; a model that repeats an earlier reply keeps the rule "
+            "without answering, so right answers are counted beside it. Turns until the first breach is the mean number of "
             f"the turn at which the rule is first broken; a conversation that never breaks it counts as {self.turns + 1}, so "
             "the mean is a lower bound where many are unbroken."
         )
@@ -70,7 +71,7 @@ class TurnsTask:
         asked = rng.sample(fitting, self.turns)
         plain = as_item(base)
         detail = {"rule": base.rule, "constraints": plain.detail["constraints"], "questions": [q.text for q in asked]}
-        return Item(base.id, plain.messages[:1], detail, judge=base)
+        return Item(base.id, plain.messages[:1], detail | {"answers": [q.answers for q in asked]}, judge=(base, asked))
 
     def run(self, ask: Ask, items: Sequence[Item]) -> Iterator[Verdict]:
         """Turn by turn, a batch of conversations at a time."""
@@ -89,17 +90,21 @@ class TurnsTask:
             yield Verdict(item.id, self._scores(item, replies), {"replies": replies})
 
     def _scores(self, item: Item, replies: Sequence[str]) -> tuple[Score, ...]:
-        base: rules.Item = item.judge
+        base, asked = item.judge
         held = [follows(base.constraints, reply) for reply in replies]
+        right = [is_answered(reply, question.answers, question.needed) for reply, question in zip(replies, asked)]
         breach = next((turn for turn, good in enumerate(held, 1) if not good), len(held) + 1)
         cells = [f"turn {turn}" for turn in range(1, len(held) + 1)]
         where = place(base.rule)
         return (
             Score(self.headline, breach, kind="mean"),
             Score("adherence, all turns", sum(held), len(held)),
+            Score("answers, all turns", sum(right), len(right)),
+            Score("follows and answers, all turns", sum(a and b for a, b in zip(held, right)), len(held)),
             Score("never broken", all(held)),
             *(Score(cell, good) for cell, good in zip(cells, held)),
             *(Score(f"{cell}/{where}", good) for cell, good in zip(cells, held)),
+            *(Score(f"{cell}/answers", good) for cell, good in zip(cells, right)),
             Score(f"{self.headline}/{where}", breach, kind="mean"),
             Score(f"{self.headline}/by rule/{base.rule}", breach, kind="mean"),
         )

@@ -144,7 +144,9 @@ def test_the_models_own_replies_enter_the_history_and_the_breach_is_counted():
     def reply(messages):
         item, turn = by_system[messages[0]["content"]], (len(messages)) // 2
         assert [m["content"] for m in messages if m["role"] == "user"] == item.detail["questions"][:turn]
-        good = obedient(item.judge.constraints, f"Well {turn}")
+        base, asked = item.judge
+        answer = "; ".join(asked[turn - 1].answers) if turn == 2 else "who knows"
+        good = obedient(base.constraints, f"Well {turn} {answer}")
         return f"Something {turn}" if turn == breaks_at[messages[0]["content"]] else good
 
     _, verdicts, ask = run(task, reply, items)
@@ -156,6 +158,11 @@ def test_the_models_own_replies_enter_the_history_and_the_breach_is_counted():
         held = [found[f"turn {turn}"][0] for turn in range(1, 5)]
         assert held == [turn != breach for turn in range(1, 5)]
         assert found["adherence, all turns"] == (4 - (breach < 5), 4)
+        assert found["turn 2/answers"] == (True, 1)
+        assert (
+            1 <= found["answers, all turns"][0] <= 4
+            and found["follows and answers, all turns"] <= found["answers, all turns"]
+        )
     last = max(ask.asked, key=len)
     assert [m["role"] for m in last] == ["system", *["user", "assistant"] * 3, "user"]
 
@@ -167,7 +174,7 @@ def test_turns_that_might_not_fit_are_refused_before_anything_runs():
 
 def test_questions_never_hold_the_word():
     for item in TurnsTask(turns=6).items(READER):
-        for constraint in item.judge.constraints:
+        for constraint in item.judge[0].constraints:
             if isinstance(constraint.value, str):
                 assert not any(f" {constraint.value.lower()} " in f" {q.lower()} " for q in item.detail["questions"])
 
