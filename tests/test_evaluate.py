@@ -1,6 +1,8 @@
 """--mode=eval on a tiny model: report, verdicts, reuse, adapters of other runs, and what a user can get wrong."""
 
 import json
+import os
+import signal
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,11 +13,21 @@ from calyrex_jax.config import as_dict
 from calyrex_jax.core.errors import UserError
 from calyrex_jax.data import chat, rules
 from calyrex_jax.evals.ask import ChatReader, ModelAsk, generate_together, rows_for
+from calyrex_jax.evals.journal import Journal
 from calyrex_jax.generate import loop, score
 from tests import tiny, tiny_runs
 from tests.tiny_runs import conversation, make_config
 
 SHORT = {"eval__limit": 2, "eval__max_new_tokens": 4, "eval__batch_size": 4}
+
+
+@pytest.fixture(autouse=True)
+def own_signals():
+    """A run takes SIGTERM and Ctrl-C over for its process; pytest gets them back."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
 
 
 def save(root, name, size, **changes):
@@ -45,7 +57,7 @@ def place(tmp_path_factory):
 
 
 def run(place, workdir, tasks="rules", **changes):
-    config = make_config(place / "model", eval__tasks=tasks, **(SHORT | changes))
+    config = make_config(place / "model", **(SHORT | {"eval__tasks": tasks} | changes))
     assert evaluate.evaluate(config, str(place / workdir)) == 0
     return json.loads((place / workdir / "report.json").read_text())
 
@@ -244,6 +256,24 @@ def test_a_user_file_without_replies(place, tmp_path):
 def test_an_adapter_of_another_backbone(place):
     said = refused(place, "unused", eval__compare=f"far={place / 'foreign'}")
     assert "was trained for another backbone: config.backbone.source was" in said and "another" in said
+
+
+def test_sigterm_keeps_the_verdicts_and_returns_143(place, monkeypatch, capsys):
+    add = Journal.add
+
+    def killed(self, *args):
+        add(self, *args)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Journal, "add", killed)
+    how = {**SHORT, "eval__batch_size": 1, "eval__tasks": "perplexity", "adapter__name": "prompt_only"}
+    assert evaluate.evaluate(make_config(place / "model", **how), str(place / "killed")) == 143
+    assert "the same command goes on from there" in capsys.readouterr().err
+    assert len(verdicts(place, "killed", "perplexity.frozen")) == 1
+    assert not (place / "killed" / "report.json").exists()
+    monkeypatch.undo()
+    assert run(place, "killed", "perplexity", **how)["tasks"]["perplexity"]["n"] == 2
+    assert "1 of 2 verdicts kept" in capsys.readouterr().err
 
 
 def test_main_dispatches(place):

@@ -179,8 +179,8 @@ def _figure(scores: Sequence[Score], seed: int) -> Figure:
 def compared(before: Verdicts, after: Verdicts, seed: int = 0) -> dict[str, Figure]:
     """after - before by cell, over the items that both have there, resampled in pairs; of perplexities the ratio.
 
-    Where two rates agree on every item the bootstrap would claim certainty ([0, 0]); the interval is then that of
-    `stats.paired_rate_difference`.
+    Where two rates differ alike on every item, as where they agree on all, the bootstrap would claim certainty ([0, 0]);
+    the interval is then that of `stats.paired_rate_difference`.
     """
     old, new = _by_cell(before.values()), _by_cell(after.values())
     found = {}
@@ -197,6 +197,6 @@ def _difference(before: Sequence[Score], after: Sequence[Score], seed: int) -> F
     kind = before[0].kind
     if kind == "perplexity":
         return stats.perplexity(new - old, counts, seed=seed)
-    if kind == "rate" and (counts == 1).all() and (old == new).all():
+    if kind == "rate" and (counts == 1).all() and len(set(new - old)) == 1:
         return stats.paired_rate_difference(old, new)
     return stats.ratio(new - old, counts, seed=seed, percent=kind == "rate")

@@ -51,13 +51,14 @@ def as_report(found: Findings, tasks: Sequence[Task], directory: Path) -> str:
         report.table(f"{task.name}: figures", ["cell", *names], rows(main, figures))
         if len(names) > 1:
             report.table(f"{task.name}: differences", ["cell", *differences], rows(main, differences))
+        drawn = [*names[-1:], *names[:-1]]  # the reference first: plots give it the quiet colour
         for curve in task.curves(cells):
-            series = {n: ([x for x, _ in curve.points], [figures[n].get(c) for _, c in curve.points]) for n in names}
+            series = {n: ([x for x, _ in curve.points], [figures[n].get(c) for _, c in curve.points]) for n in drawn}
             report.plot(f"{task.name}: {curve.title}", plots.figures_against(series, curve.xlabel, curve.title))
         rates = [cell for cell in main if all(cell in m and m[cell].percent for m in figures.values())]
         if rates and not task.curves(cells):
             report.plot(
-                f"{task.name}: plot", plots.bars(rates[:_BARS], {n: [figures[n][c] for c in rates[:_BARS]] for n in names})
+                f"{task.name}: plot", plots.bars(rates[:_BARS], {n: [figures[n][c] for c in rates[:_BARS]] for n in drawn})
             )
         if rest:
             report.table(f"{task.name}: finer cells", ["cell", *names], rows(rest, figures))

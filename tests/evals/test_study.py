@@ -50,6 +50,7 @@ def test_rates_that_agree_everywhere_do_not_claim_certainty():
     figure = study.compared(same, same)["a"]
     assert figure.value == 0 and figure.low < 0 < figure.high
     assert figure == stats.paired_rate_difference([1, 0, 1, 0], [1, 0, 1, 0])
+    assert study.compared(verdicts("a", [0, 0]), verdicts("a", [1, 1]))["a"].low < 1
 
 
 def test_the_difference_of_perplexities_is_their_ratio():

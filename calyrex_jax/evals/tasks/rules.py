@@ -59,5 +59,6 @@ def _judge(item: Item, reply: str) -> tuple[Score, ...]:
     verdict = rules.check(held_out, reply)
     names = [held_out.cell, f"{held_out.cell}/{held_out.rule}"]
     if held_out.constraints:
-        names = ["adherence", *names, f"by rule/{held_out.rule}"]
-    return (*(Score(name, verdict.follows) for name in names), Score("answers", verdict.answered))
+        names.append(f"by rule/{held_out.rule}")
+    over_all = (Score("adherence", verdict.follows),) if held_out.constraints else ()
+    return (*over_all, Score("answers", verdict.answered), *(Score(name, verdict.follows) for name in names))
