@@ -116,6 +116,18 @@ def default_config() -> ConfigDict:
     config.ablate.match = "width"  # every block alike; or parameters: blocks so wide that all placements are of one size
     config.ablate.reference = "late8th"  # what the others are compared with, and whose size they match
 
+    config.analyze = ConfigDict()
+    config.analyze.rules = (
+        "begin,end"  # compared: two of begin, end, json, upper, lower; or begin, end, json twice: two words
+    )
+    config.analyze.pairs = 48  # conversations that differ in the rule alone, each about a fact of its own
+    config.analyze.seed = 0  # of pairs, folds, shuffled labels and intervals
+    config.analyze.folds = 6  # of the probes' cross-validation, over facts
+    config.analyze.permutations = 100  # shuffled labellings: the probes' control
+    config.analyze.batch_size = 16  # conversations at once
+    config.analyze.distances = "0,200,800"  # tokens between system prompt and question, for CAL's attention maps
+    config.analyze.attention_pairs = 8  # conversations at each of these distances
+
     config.mesh = ConfigDict()
     config.mesh.data = -1
     config.mesh.fsdp = 1

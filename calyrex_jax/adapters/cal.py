@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from calyrex_jax.adapters.api import Site, boundary_key
 from calyrex_jax.core.errors import UserError
-from calyrex_jax.core.numerics import attend, attend_pointing, matmul
+from calyrex_jax.core.numerics import attend, attend_pointing, attention_weights, matmul
 from calyrex_jax.core.types import Array, Tree
 
 
@@ -140,17 +140,21 @@ class CalBlock(nn.Module):
             k = _rotate(k, positions, self.config.rope_theta)
         return k, v
 
+    def queries(self, x: Array, positions: Array) -> tuple[Array, Array]:
+        """[B, T, D] -> queries [B, T, N, H], scaled, and the normed x that they are made of."""
+        normed = _rms_norm(x, self.attn_norm, self.config.norm_eps)
+        q = matmul(normed, self.w_q)
+        if self.config.rope_theta is not None:
+            q = _rotate(q, positions, self.config.rope_theta)
+        return q * self.config.head_dim**-0.5, normed
+
     def __call__(
         self, x: Array, positions: Array, k: Array, v: Array, outputs: Array | None, mask: Array, sees_span: Array
     ) -> Array:
         """X'' of the module's equations; outputs [B, S, D] are U (with `copy`), mask [B, T, S], sees_span [B, T]."""
         out = x
         if k.shape[1]:  # no slot at all: nobody sees anything, attention adds zero
-            normed = _rms_norm(x, self.attn_norm, self.config.norm_eps)
-            q = matmul(normed, self.w_q)
-            if self.config.rope_theta is not None:
-                q = _rotate(q, positions, self.config.rope_theta)
-            q = q * self.config.head_dim**-0.5
+            q, normed = self.queries(x, positions)
             if not self.config.copy:
                 out = out + matmul(attend(q, k, v, mask), self.w_o, 2)
             else:
@@ -192,10 +196,23 @@ class Cal:
     def apply(self, params: Tree, site: Site) -> jax.Array:
         return self._whole(params, site)[0]
 
-    def _whole(self, params: Tree, site: Site) -> tuple[jax.Array, Tree]:
-        """The adapted stream, and what the block attends to: keys and values [B, S, K, H], with `copy` outputs [B, S, D].
+    def span_attention(self, params: Tree, site: Site) -> jax.Array:
+        """One block's attention weights onto the slots of the span, [B, N, T, S] float32; unused slots get 0.
 
-        For keys="all", S is T.
+        With keys="span" the weights of a position that sees the span sum to 1, with "all" to what is left for the span.
+        """
+        source, _, positions, mask, _ = self._sources(site)
+        block = CalBlock(self.config).bind({"params": params})
+        k, _ = block.keys_values(source, positions)
+        q, _ = block.queries(site.x, site.positions)
+        weights = attention_weights(q, k, mask)
+        if self.config.keys == "all":
+            weights = jnp.take_along_axis(weights, jnp.maximum(site.span, 0)[:, None, None, :], axis=-1)
+        return weights * (site.span >= 0)[:, None, None, :]
+
+    def _sources(self, site: Site) -> tuple[Array, Array, Array, Array, Array]:
+        """What can be attended to: states and output rows [B, S, D], positions [B, S], the mask [B, T, S]; and who sees the
+        span, [B, T]. For keys="all", S is T.
         """
         length = site.x.shape[1]
         used = site.span >= 0
@@ -206,11 +223,16 @@ class Cal:
         sees_span = in_span.any(-1)
         if self.config.keys == "span":
             source, outputs = (jnp.take_along_axis(a, index[..., None], axis=1) for a in (site.x, site.outputs))
-            positions, mask = jnp.take_along_axis(site.positions, index, axis=1), in_span
-        else:
-            same = (site.segments[:, :, None] == site.segments[:, None, :]) & (site.segments[:, :, None] > 0)
-            source, outputs, positions = site.x, site.outputs, site.positions
-            mask = same & jnp.tri(length, dtype=bool)[None]
+            return source, outputs, jnp.take_along_axis(site.positions, index, axis=1), in_span, sees_span
+        same = (site.segments[:, :, None] == site.segments[:, None, :]) & (site.segments[:, :, None] > 0)
+        return site.x, site.outputs, site.positions, same & jnp.tri(length, dtype=bool)[None], sees_span
+
+    def _whole(self, params: Tree, site: Site) -> tuple[jax.Array, Tree]:
+        """The adapted stream, and what the block attends to: keys and values [B, S, K, H], with `copy` outputs [B, S, D].
+
+        For keys="all", S is T.
+        """
+        source, outputs, positions, mask, sees_span = self._sources(site)
         pointed = {"outputs": outputs} if self.config.copy else {}
         if self.config.gate_mlp_by_span and site.span.shape[1] == 0 and self.config.keys == "span":
             none = jnp.zeros((site.x.shape[0], 0, self.config.num_kv_heads, self.config.head_dim), site.x.dtype)

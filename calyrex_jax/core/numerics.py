@@ -63,6 +63,12 @@ def attend_pointing(q: Array, k: Array, v: Array, gates: Array, mask: Array) -> 
     return _weighted(weights, total, v), jnp.einsum("bkgts,bkgt->bts", weights, gates / total[..., 0])
 
 
+def attention_weights(q: Array, k: Array, mask: Array) -> jax.Array:
+    """What `attend` weights values with: [B, N, T, S] float32, zeros where a query sees no key."""
+    weights, total = _softmax_parts(q, k, mask)
+    return (weights / total).reshape(weights.shape[0], -1, *weights.shape[3:])
+
+
 def _weighted(weights: Array, total: Array, v: Array) -> jax.Array:
     """The mean of v [B, S, K, H] by numerators and denominators as `_softmax_parts` gives them: [B, T, N, H]."""
     b, k, g, t, s = weights.shape

@@ -119,3 +119,61 @@ def _legend(plot: Plot, axes: Axes, count: int) -> None:
             labelcolor=INK,
             fontsize=9,
         )
+
+
+def bands(
+    series: Mapping[str, tuple[Sequence[float], Sequence[Figure | None]]],
+    xlabel: str,
+    ylabel: str,
+    *,
+    marks: Sequence[float] = (),
+    level: float | None = None,
+) -> Plot:
+    """Lines of figures with their intervals as bands, against a number; None is left out.
+
+    marks  places on the x axis to be marked by a thin line; level: a value to be marked likewise, such as chance
+    """
+    plot, axes = new_figure()
+    percent = all(f.percent for _, figures in series.values() for f in figures if f is not None)
+    scale = 100 if percent else 1
+    for mark in marks:
+        axes.axvline(mark, color=INK, alpha=0.25, linewidth=1, linestyle=":")
+    if level is not None:
+        axes.axhline(level * scale, color=INK, alpha=0.4, linewidth=1)
+    for i, (name, (places, figures)) in enumerate(series.items()):
+        shown = [(x, f) for x, f in zip(places, figures) if f is not None and f.n]
+        at, colour = [x for x, _ in shown], COLOURS[(i + 1) % len(COLOURS)]
+        low, value, high = (np.array([getattr(f, k) for _, f in shown]) * scale for k in ("low", "value", "high"))
+        axes.fill_between(at, low, high, color=colour, alpha=0.2, linewidth=0)
+        axes.plot(at, value, color=colour, linewidth=1.6, marker="o", markersize=2.5, label=name)
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel + (", %" if percent else ""))
+    _legend(plot, axes, len(series))
+    return plot
+
+
+def heat(values: np.ndarray, rows: Sequence[str], columns: Sequence[str], xlabel: str, ylabel: str, top: float) -> Plot:
+    """A grid of values from 0 to `top`, darker where larger, each with its number where there is room for it."""
+    upright = max(map(len, columns), default=0) <= 3
+    plot, axes = new_figure(
+        width=max(3.2, 1.2 + 0.3 * len(columns)), height=1.0 + 0.26 * len(rows) + (0 if upright else 0.6)
+    )
+    axes.imshow(values, aspect="auto", cmap=_heat_colours(), vmin=0, vmax=top, interpolation="nearest")
+    axes.grid(visible=False)
+    axes.set_xticks(range(len(columns)), columns, rotation=0 if upright else 90)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.tick_params(length=0, labelsize=8)
+    if len(columns) <= 16:
+        for (row, column), value in np.ndenumerate(values):
+            axes.text(column, row, f"{100 * value:.0f}", ha="center", va="center", fontsize=7, color=INK)
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    return plot
+
+
+def _heat_colours():
+    """From nothing to the second colour, transparent at 0, so that it suits light and dark paper."""
+    from matplotlib.colors import LinearSegmentedColormap, to_rgb
+
+    red, green, blue = to_rgb(COLOURS[1])
+    return LinearSegmentedColormap.from_list("heat", [(red, green, blue, 0.0), (red, green, blue, 0.9)])
