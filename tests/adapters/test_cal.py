@@ -259,3 +259,35 @@ def test_bad_values_name_their_field(changes, message):
     with pytest.raises(UserError, match=message):
         tiny.cal_config(SPEC, **changes)
     assert CalConfig.__dataclass_params__.frozen
+
+
+@pytest.mark.parametrize("changes", [{}, {"keys": "all"}, {"rope_theta": 100.0}])
+def test_span_attention_is_what_the_block_uses(changes):
+    """Weights times values through W_O, and no mlp, are what the block adds; with keys from everywhere, its span part."""
+    model = tiny.model(SPEC, "3", gate_mlp_by_span=False, **changes)
+    cal, batch = model.adapters[0], mixed_batch()
+    leaves = tiny.params(model)["adapters"]["cal"]["boundary_3"] | {"w_down": jnp.zeros((24, SPEC.embed_dim))}
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(*batch.tokens.shape, SPEC.embed_dim)), jnp.float32)
+    site = Site(x, x, batch.positions, batch.segments, batch.span, 3)
+    weights = np.asarray(jax.jit(cal.span_attention)(leaves, site))
+    assert weights.shape == (len(x), SPEC.num_heads, x.shape[1], batch.span.shape[1])
+    sees = np.asarray(model_sees(batch))
+    totals = weights.sum(-1)
+    if "keys" in changes:
+        assert (totals < 1 + 1e-5).all() and (totals[~np.broadcast_to(sees[:, None], totals.shape)] == 0).all()
+        return
+    np.testing.assert_allclose(totals, np.broadcast_to(sees[:, None], totals.shape), atol=1e-5)
+    normed = x / np.sqrt(np.mean(np.square(x), -1, keepdims=True) + 1e-5) * leaves["attn_norm"]
+    values = np.einsum("btd,dkh->btkh", normed, leaves["w_v"]).repeat(SPEC.num_heads // SPEC.num_kv_heads, axis=2)
+    values = np.stack([row[np.maximum(slots, 0)] for row, slots in zip(values, batch.span)])
+    expected = np.einsum("bnts,bsnh,nhd->btd", weights, values, leaves["w_o"])
+    np.testing.assert_allclose(cal.apply(leaves, site) - x, expected, rtol=1e-4, atol=1e-5)
+
+
+def model_sees(batch):
+    """[B, T]: whether any position of the span lies before, in the same segment."""
+    here = np.arange(batch.tokens.shape[1])
+    system, same = batch.system, batch.segments[:, :, None] == batch.segments[:, None, :]
+    return (system[:, None, :] & same & (here[None, None, :] <= here[None, :, None]) & (batch.segments > 0)[..., None]).any(
+        -1
+    )
