@@ -195,9 +195,11 @@ def read_conversation(
     # characters of the decoded system text up to each token: right whatever the template around it
     text = tokenizer.decode([ids[i] for i in span], skip_special=False)
     ends = [len(tokenizer.decode([ids[i] for i in span[: k + 1]], skip_special=False)) for k in range(len(span))]
+    ends = np.minimum.accumulate(ends[::-1])[::-1]  # parts of one character decode to several that stand for "none"
+    starts = np.minimum(np.concatenate([[0], ends[:-1]]), ends - 1)
     rule, at = np.zeros(len(ids), bool), text.find(mark)
     named, inside = np.zeros(len(ids), bool), mark.find(word) if word else -1
-    for slot, start, end in zip(span, [0, *ends], ends):
+    for slot, start, end in zip(span, starts, ends):
         rule[slot] = at < 0 or (start < at + len(mark) and end > at)
         if at >= 0 and inside >= 0:
             named[slot] = start < at + inside + len(word) and end > at + inside

@@ -32,10 +32,8 @@ def test_pairs_differ_in_the_rule_alone(tokenizer, rules):
             said = tokenizer.decode(two[0].tokens[two[0].targets])
             assert said == pair.replies[i] and follows([constraints[i]], said)
             assert not follows([constraints[1 - i]], said)
-            shown = "".join(text for text, inside in zip(two[0].strings, two[0].rule) if inside)
-            assert shown == pair.marks[i]
-            word = "".join(text for text, inside in zip(two[0].strings, two[0].word) if inside)
-            assert word == (pair.words[i] if rules[i] in pairs.WORD_RULES else "")
+            assert tokenizer.decode(two[0].tokens[two[0].rule]) == pair.marks[i]
+            assert tokenizer.decode(two[0].tokens[two[0].word]) == (pair.words[i] if rules[i] in pairs.WORD_RULES else "")
         plain = tokenizer.decode(pair.plain[0].tokens[pair.plain[0].targets])
         assert not any(follows([one], plain) for one in constraints)
     if rules[0] == rules[1]:
