@@ -15,7 +15,7 @@ way round for the system text.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import jax
@@ -53,13 +53,19 @@ class Measured:
 def measure(walk: Walk, pairs: Sequence[Pair], batch_size: int, advance: Callable[[int], None] = lambda _: None) -> Measured:
     """All arrays, in batches of `batch_size` conversations (an even number); `advance` is told of finished points."""
     every = [reading for pair in pairs for two in (pair.plain, pair.first, pair.second) for reading in two]
-    shape = Shape.of(every, batch_size)
-    found: dict[str, list[np.ndarray]] = {name: [] for name in Measured.__dataclass_fields__}
-    for group in (pairs[at : at + batch_size // 2] for at in range(0, len(pairs), batch_size // 2)):
+    widest = Shape.of(every, batch_size)
+    # pairs of like length together: less padding, for one more program a length
+    order = sorted(range(len(pairs)), key=lambda i: len(pairs[i].first[0].tokens) + len(pairs[i].second[0].tokens))
+    found: dict[str, list[np.ndarray]] = {field.name: [] for field in fields(Measured)}
+    for at in range(0, len(pairs), batch_size // 2):
+        group = [pairs[i] for i in order[at : at + batch_size // 2]]
+        longest = Shape.of([r for pair in group for two in (pair.plain, pair.first, pair.second) for r in two], batch_size)
+        shape = replace(widest, length=longest.length)
         for name, value in (_compare(walk, group, shape) | _patch(walk, group, shape, advance)).items():
             found[name].append(value)
-    axes = {"own": 0, "other": 0, "patched": 2}
-    return Measured(**{name: np.concatenate(parts, axes.get(name, 1)) for name, parts in found.items()})
+    back, axes = np.argsort(order), {"own": 0, "other": 0, "patched": 2}
+    joined = {name: (np.concatenate(parts, axes.get(name, 1)), axes.get(name, 1)) for name, parts in found.items()}
+    return Measured(**{name: np.take(whole, back, axis=axis) for name, (whole, axis) in joined.items()})
 
 
 def _compare(walk: Walk, pairs: Sequence[Pair], shape: Shape) -> dict[str, np.ndarray]:
