@@ -48,7 +48,7 @@ def write(directory: Path, about: str, pairs: Sequence[Pair], found: Findings, s
 def told(found: Findings) -> str:
     """The landmarks in words."""
     marks = landmarks(found)
-    first, last = found.layers[0], found.layers[-1]
+    last = found.layers[-1]
     lines = [f"Under the other rule, the rule-following reply is less likely by {found.whole} nats."]
     if marks["question_takes_over"] is None and marks["largest_step"] is None:
         lines.append(
@@ -66,7 +66,7 @@ def told(found: Findings) -> str:
         lines.append(
             f"At the {name} a linear probe tells which rule holds in {READABLE:.0%} of the conversations from point {where} on."
             if where
-            else f"At the {name} no linear probe reaches {READABLE:.0%} (best {best:.0%}, first point {first.probe[place].value:.0%})."
+            else f"At the {name} no linear probe reaches {READABLE:.0%}; the best has {best:.1%}."
         )
     return " ".join(lines)
 

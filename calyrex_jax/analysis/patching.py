@@ -112,11 +112,13 @@ def _patch(walk: Walk, pairs: Sequence[Pair], shape: Shape, advance: Callable[[i
     """own, other and patched of some pairs. Both runs go on side by side, so that one point's states exist at a time."""
     own_batch, other_batch = (batch_of(list(_side(pairs, side)), shape) for side in (0, 1))
     masks = [after_system(own_batch), own_batch.system]
+    # blocks that copy look at the tokens themselves, so these go with the states
+    mixed = [own_batch.replace(tokens=jnp.where(mask, other_batch.tokens, own_batch.tokens)) for mask in masks]
     own, other = walk.start(own_batch), walk.start(other_batch)
     patched: list[list[Array]] = [[] for _ in PATCHES]
     for index in range(len(walk.points)):
-        for found, mask in zip(patched, masks):
-            found.append(walk.onwards(index, jnp.where(mask[..., None], other, own), own_batch))
+        for found, mask, batch in zip(patched, masks, mixed):
+            found.append(walk.onwards(index, jnp.where(mask[..., None], other, own), batch))
         if index + 1 < len(walk.points):
             own, other = (walk.advance(index, x, batch) for x, batch in ((own, own_batch), (other, other_batch)))
         jax.block_until_ready(own)

@@ -64,8 +64,8 @@ def test_points():
 
 
 def test_patching_everything_is_the_other_run():
-    """On random weights: at the ends of depth, each patch is exactly one of the two whole runs."""
-    model = tiny.model(tiny.spec(), "1,3")
+    """On random weights: at the ends of depth, each patch is exactly one of the two whole runs; copied tokens too."""
+    model = tiny.model(tiny.spec(), "1,3", copy=True)
     params = tiny.params(model)
     found = patching.measure(Walk(model, params), PAIRS, 4)
     expected = np.reshape(full_scores(model, params, [two[0] for p in PAIRS for two in (p.first, p.second)]), (-1, 2))
