@@ -109,12 +109,14 @@ def figures_against(series: Mapping[str, tuple[Sequence[float], Sequence[Figure 
 
 
 def _legend(plot: Plot, axes: Axes, count: int) -> None:
-    """One row above the axes; none where there is but one thing to name."""
+    """Above the axes, in one row where the names fit; none where there is but one thing to name."""
     if count > 1:
+        handles, labels = axes.get_legend_handles_labels()
         plot.legend(
-            *axes.get_legend_handles_labels(),
+            handles,
+            labels,
             loc="outside upper left",
-            ncols=count,
+            ncols=min(count, max(1, 84 // (max(map(len, labels)) + 6))),
             frameon=False,
             labelcolor=INK,
             fontsize=9,
@@ -156,7 +158,7 @@ def heat(values: np.ndarray, rows: Sequence[str], columns: Sequence[str], xlabel
     """A grid of values from 0 to `top`, darker where larger, each with its number where there is room for it."""
     upright = max(map(len, columns), default=0) <= 3
     plot, axes = new_figure(
-        width=max(3.2, 1.2 + 0.3 * len(columns)), height=1.0 + 0.26 * len(rows) + (0 if upright else 0.6)
+        width=max(6.2, 1.2 + 0.24 * len(columns)), height=1.0 + 0.26 * len(rows) + (0 if upright else 0.6)
     )
     axes.imshow(values, aspect="auto", cmap=_heat_colours(), vmin=0, vmax=top, interpolation="nearest")
     axes.grid(visible=False)
