@@ -81,7 +81,6 @@ def test_as_initialised_is_said_in_one_line(place, monkeypatch, capsys):
     [
         ({"analyze__rules": "begin,shout"}, "config.analyze.rules is 'begin,shout'; expected two of begin, end"),
         ({"analyze__pairs": 3}, "config.analyze.pairs is 3; expected at least 4"),
-        ({"analyze__pairs": 100_000}, "config.analyze.pairs is 100000, but only"),
         ({"analyze__batch_size": 5}, "config.analyze.batch_size is 5; expected an even number"),
         ({"analyze__distances": "near"}, "config.analyze.distances is 'near'; expected numbers of tokens"),
         ({"analyze__distances": "0,5000"}, "but the backbone has 2048 positions; lower the largest"),
