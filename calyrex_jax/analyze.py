@@ -44,6 +44,7 @@ def analyze(config: ConfigDict, workdir: str) -> int:
     settings = analyze_settings(config)
     directory = prepare_workdir(workdir)
     run = build.open_run(config)
+    Walk(run.model, {})  # refuses adapters that it cannot walk
     made = pairs.make_pairs(settings.pairs, run.tokenizer, run.policy)
     cal = next((adapter for adapter in run.model.adapters if isinstance(adapter, Cal)), None)
     far = distant(run, settings, made) if cal is not None else []

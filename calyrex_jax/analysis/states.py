@@ -22,6 +22,7 @@ from calyrex_jax.adapters.api import Site, boundary_key
 from calyrex_jax.analysis.pairs import Reading
 from calyrex_jax.backbones import decoder
 from calyrex_jax.backbones.spec import DecoderSpec
+from calyrex_jax.core.errors import UserError
 from calyrex_jax.core.types import Array, Batch, Tree, bucket, slots
 from calyrex_jax.generate.score import token_logprobs
 from calyrex_jax.model import Model
@@ -54,10 +55,21 @@ def points_of(model: Model) -> tuple[Point, ...]:
 
 @dataclass(frozen=True)
 class Walk:
-    """A model with its parameters, walked point by point; states are [B, T, D] in the backbone's type."""
+    """A model with its parameters, walked point by point; states are [B, T, D] in the backbone's type.
+
+    Raises UserError for an adapter that changes the layers themselves.
+    """
 
     model: Model
     params: Tree
+
+    def __post_init__(self) -> None:
+        within = [adapter.name for adapter in self.model.adapters if not adapter.boundaries]
+        if within:
+            raise UserError(
+                f"config.adapter.name: {', '.join(within)} changes the layers themselves, and the analysis runs these as the "
+                "backbone has them; choose adapters with blocks at boundaries, or merge it into the backbone"
+            )
 
     @property
     def points(self) -> tuple[Point, ...]:

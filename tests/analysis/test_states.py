@@ -7,6 +7,7 @@ import pytest
 
 from calyrex_jax.analysis import patching, states
 from calyrex_jax.analysis.states import Point, Shape, Walk, batch_of, points_of
+from calyrex_jax.core.errors import UserError
 from calyrex_jax.core.numerics import stored
 from calyrex_jax.generate import score
 from calyrex_jax.model import Model
@@ -55,6 +56,12 @@ def test_layers_share_one_program():
     batch = batch_of(PAIRS[0].plain, Shape.of(PAIRS[0].plain, 2))
     walk.onwards(0, walk.start(batch), batch)
     assert states._layer._cache_size() == 1
+
+
+def test_an_adapter_within_the_layers_is_refused():
+    inside = dataclasses.replace(tiny.model(tiny.spec(), "4").adapters[0], boundaries=(), name="lora")
+    with pytest.raises(UserError, match="lora changes the layers themselves"):
+        Walk(Model(tiny.spec(), (inside,)), {})
 
 
 def test_points():
