@@ -17,13 +17,14 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from calyrex_jax import checkpoint, metrics
-from calyrex_jax.adapters import cal, parallel_mlp, placement
+from calyrex_jax.adapters import cal, lora, parallel_mlp, placement
 from calyrex_jax.adapters.api import Adapter
 from calyrex_jax.backbones import decoder
 from calyrex_jax.backbones.spec import DecoderSpec
 from calyrex_jax.config import as_dict
 from calyrex_jax.core import numerics, trees
 from calyrex_jax.core.errors import UserError
+from calyrex_jax.core.lowrank import LowRank
 from calyrex_jax.core.types import Tree
 from calyrex_jax.data.chat import ChatPolicy
 from calyrex_jax.data.tokenizer import Tokenizer, load_tokenizer
@@ -32,6 +33,7 @@ from calyrex_jax.model import Model
 from calyrex_jax.sharding import mesh as meshes
 from calyrex_jax.sharding import rules
 from calyrex_jax.training.optimizer import OptimizerConfig
+from calyrex_jax.weights import peft
 from calyrex_jax.weights.load import load_backbone
 from calyrex_jax.weights.sources import ModelSource, resolve
 
@@ -126,7 +128,43 @@ def make_parallel_mlp(config: ConfigDict, spec: DecoderSpec) -> parallel_mlp.Par
     return parallel_mlp.ParallelMlp(block, where)
 
 
-MAKERS = {"cal": make_cal, "parallel_mlp": make_parallel_mlp}
+def make_lora(config: ConfigDict, spec: DecoderSpec) -> lora.Lora:
+    """The LoRA adapter: ranks as given, as large as CAL would be, or those of the PEFT directory that init_from names."""
+    c, shapes = config.lora, peft.shapes_of(spec)
+    directory = init_from(config).get("lora", "")
+    theirs = peft.ranks_of(directory, spec) if directory and peft.is_peft(directory) else None
+    kinds, layers = peft.target_kinds(spec, c.targets), lora.layer_range(c.layers, spec.num_layers)
+    if c.rank:
+        ranks = dict.fromkeys(kinds, c.rank)
+    elif theirs is not None:
+        ranks = {kind: dict(theirs.ranks).get(kind, 1) for kind in kinds}
+    else:
+        ranks = lora.matched_ranks(cal_budget(config, spec), shapes, kinds, len(layers))
+    alpha = float(c.alpha) or (16.0 if c.rslora else 2.0 * min(ranks.values()))
+    made = LowRank(tuple(ranks.items()), alpha, layers.start, layers.stop, c.rslora, float(c.dropout))
+    if theirs is not None:
+        agree(theirs, made, directory)
+    return lora.Lora(made, tuple(shapes.items()))
+
+
+def agree(theirs: LowRank, ours: LowRank, directory: str) -> None:
+    """UserError with the first field of config.lora that says otherwise than a PEFT directory, and what to set it to."""
+    kinds = tuple(dict(theirs.ranks))
+    fields = {
+        "targets": (kinds, tuple(dict(ours.ranks)), ",".join(kind.rsplit("/", 1)[1] for kind in kinds)),
+        "layers": ((theirs.first, theirs.stop), (ours.first, ours.stop), f"{theirs.first}-{theirs.stop - 1}"),
+        "rank": (theirs.ranks, ours.ranks, "0"),
+        "rslora": (theirs.rslora, ours.rslora, str(theirs.rslora)),
+        "alpha": (theirs.alpha, ours.alpha, f"{theirs.alpha:g}"),
+    }
+    for name, (saved, asked, value) in fields.items():
+        if saved != asked:
+            raise UserError(
+                f"config.lora.{name} gives {asked}, but {directory} was saved with {saved}; set config.lora.{name}={value}"
+            )
+
+
+MAKERS = {"cal": make_cal, "parallel_mlp": make_parallel_mlp, "lora": make_lora}
 
 
 def optimizer_config(config: ConfigDict) -> OptimizerConfig:
@@ -189,14 +227,30 @@ def brought_adapters(run: Run, backbone: Tree | None = None) -> Tree:
     tree = fresh_adapters(run)
     if backbone is not None and run.config.cal.init == "layer" and "cal" in tree:
         tree["cal"] = taken_over(run.spec, backbone["layers"], tree["cal"])
-    for entry in filter(None, (part.strip() for part in run.config.adapter.init_from.split(","))):
-        name, _, directory = entry.partition("=")
+    for name, directory in init_from(run.config).items():
         if name not in tree or not directory:
             raise UserError(
-                f"config.adapter.init_from: {entry!r} is not understood; write NAME=DIR with NAME one of {', '.join(tree) or 'none'}"
+                f"config.adapter.init_from: {f'{name}={directory}'!r} is not understood; write NAME=DIR with NAME one of "
+                f"{', '.join(tree) or 'none'}"
             )
-        tree[name] = restored(run, Path(directory), {name: tree[name]})[1][name]
+        if name == "lora" and peft.is_peft(directory):
+            leaves = peft.load_peft(directory, run.spec)[1]
+            tree[name] = jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), leaves, tree[name])
+        else:
+            tree[name] = restored(run, Path(directory), {name: tree[name]})[1][name]
     return tree
+
+
+def init_from(config: ConfigDict) -> dict[str, str]:
+    """{adapter: directory} of config.adapter.init_from."""
+    entries = (part.strip().partition("=") for part in config.adapter.init_from.split(",") if part.strip())
+    return {name: directory for name, _, directory in entries}
+
+
+def export_peft(run: Run, leaves: Tree, directory: str | Path) -> None:
+    """Writes a run's LoRA leaves as PEFT keeps them: `export_peft(run, trained_adapters(run, workdir)["lora"], "out")`."""
+    [adapter] = [adapter for adapter in run.model.adapters if isinstance(adapter, lora.Lora)]
+    peft.save_peft(directory, run.spec, adapter.low_rank, jax.device_get(leaves), run.config.backbone.source)
 
 
 def taken_over(spec: DecoderSpec, layers: Tree, blocks: Tree) -> Tree:

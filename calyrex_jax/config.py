@@ -29,9 +29,9 @@ def default_config() -> ConfigDict:
     config.backbone.dtype = "float32"  # or bfloat16
 
     config.adapter = ConfigDict()
-    config.adapter.name = "cal"  # or parallel_mlp; several joined by +; or prompt_only: the frozen backbone
+    config.adapter.name = "cal"  # or parallel_mlp, lora; several joined by +; or prompt_only: the frozen backbone
     config.adapter.placement = "late8th"  # a preset or boundaries such as "26,28"
-    config.adapter.init_from = ""  # "cal=DIR": start from the newest checkpoint of another run
+    config.adapter.init_from = ""  # "cal=DIR,lora=DIR": start from the newest checkpoints of other runs; LoRA also from PEFT's
 
     config.cal = ConfigDict()
     config.cal.keys_from = "span"  # or all: the control without the span mask (a ConfigDict cannot hold a field named keys)
@@ -47,6 +47,14 @@ def default_config() -> ConfigDict:
     config.parallel_mlp = ConfigDict()
     config.parallel_mlp.mlp_dim = 0  # 0: as many parameters as CAL would have with this placement and these cal fields
     config.parallel_mlp.gate_by_span = False  # True: no change at positions that see no system prompt, as in CAL
+
+    config.lora = ConfigDict()
+    config.lora.rank = 0  # 0: as many parameters as CAL would have; where no one rank does, some maps have one more
+    config.lora.alpha = 0.0  # 0: twice the (smaller) rank, or 16 with rslora
+    config.lora.rslora = False  # scale by alpha / √rank instead of alpha / rank
+    config.lora.dropout = 0.0
+    config.lora.targets = "all"  # or maps by name, ours or Hugging Face's: "w_q,w_v", "q_proj,v_proj"
+    config.lora.layers = "all"  # or a range such as "22-29", or late8th, late4th, mid8th, early8th, last
 
     config.chat = ConfigDict()
     config.chat.template = ""  # "": the tokenizer's own; "plain"; or the path of a Jinja file

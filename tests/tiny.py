@@ -7,13 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from calyrex_jax.adapters.cal import Cal, CalConfig
+from calyrex_jax.adapters.lora import Lora
 from calyrex_jax.adapters.parallel_mlp import ParallelMlp, ParallelMlpConfig
 from calyrex_jax.adapters.placement import boundaries
 from calyrex_jax.backbones import decoder
 from calyrex_jax.backbones.spec import DecoderSpec
 from calyrex_jax.core import trees
+from calyrex_jax.core.lowrank import LowRank
 from calyrex_jax.core.types import Batch, slots
 from calyrex_jax.model import Model
+from calyrex_jax.weights import peft
 
 VOCAB, LAYERS = 97, 4
 
@@ -95,6 +98,14 @@ def model(spec, placement=None, **changes):
 def parallel_mlp(spec, placement, **changes):
     plain = {"embed_dim": spec.embed_dim, "mlp_dim": 24, "norm_eps": 1e-5}
     return ParallelMlp(ParallelMlpConfig(**plain | changes), boundaries(placement, spec.num_layers))
+
+
+def lora(spec, rank, alpha=6.0, layers=None, ranks=None, **changes):
+    """LoRA on all maps with one rank, or with `ranks` {kind: rank} where they differ."""
+    shapes = peft.shapes_of(spec)
+    layers = range(spec.num_layers) if layers is None else layers
+    each = tuple((kind, (ranks or {}).get(kind, rank)) for kind in shapes)
+    return Lora(LowRank(each, alpha, layers.start, layers.stop, **changes), tuple(shapes.items()))
 
 
 def perturbed(tree, seed=1, size=0.3):

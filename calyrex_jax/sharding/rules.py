@@ -44,6 +44,15 @@ ADAPTER_RULES = (
     (r"parallel_mlp/boundary_\d+/mlp_norm", P()),
     (r"parallel_mlp/boundary_\d+/w_(gate|up)", P("fsdp", "tensor")),
     (r"parallel_mlp/boundary_\d+/w_down", P("tensor", "fsdp")),
+    # the rank is never sharded: it may be odd, and it is what both products meet at
+    (r"lora/attn/w_(q|k|v|qkv)/a", P(None, "fsdp", None)),
+    (r"lora/attn/w_[qkv]/b", P(None, None, "tensor", None)),
+    (r"lora/attn/w_qkv/b", P(None, None, None, "tensor", None)),
+    (r"lora/attn/w_o/a", P(None, "tensor", None, None)),
+    (r"lora/mlp/w_(gate|up)/a", P(None, "fsdp", None)),
+    (r"lora/mlp/w_(gate|up)/b", P(None, None, "tensor")),
+    (r"lora/mlp/w_down/a", P(None, "tensor", None)),
+    (r"lora/(attn/w_o|mlp/w_down)/b", P(None, None, "fsdp")),
 )
 
 
@@ -63,7 +72,7 @@ def specs(tree: Tree, rules, mesh: Mesh) -> Tree:
             size = math.prod(mesh.shape[a] for a in ((axis,) if isinstance(axis, str) else axis or ()))
             if size == 1 or leaf.shape[dim] % size == 0:
                 continue
-            if re.search(r"[wb]_[kv]$", path) and axis == "tensor":
+            if re.search(r"[wb]_[kv](/b)?$", path) and axis == "tensor":
                 axes[dim] = None  # fewer key/value heads than shards: every shard keeps them all
                 continue
             raise UserError(
