@@ -183,13 +183,22 @@ def optimizer_config(config: ConfigDict) -> OptimizerConfig:
     )
 
 
-def notices(run: Run) -> list[str]:
-    """What is allowed but may not be meant, one line each."""
-    train, found = run.config.train, []
+def notices(run: Run, distilled: bool) -> list[str]:
+    """What is allowed but may not be meant, one line each; `distilled`: the corpus has targets of the frozen model."""
+    train, changed, found = run.config.train, run.model.lora, []
     if train.warmup_steps > train.steps:
         found.append(
             f"config.train.warmup_steps={train.warmup_steps} is above config.train.steps={train.steps}: the whole run is warm-up "
             f"and ends at {train.steps / train.warmup_steps:.2g} of the peak learning rate; lower warmup_steps for a full schedule"
+        )
+    if run.config.data.prefix_cache != "off" and run.model.first_boundary == 0:
+        found.append(
+            "config.data.prefix_cache is not used: the adapters begin below the first layer, so there is no frozen prefix to keep"
+        )
+    if changed is not None and distilled:
+        found.append(
+            f"distilled conversations run the frozen layers from {run.model.first_boundary} on once more beside LoRA's, for "
+            "what is learned from is the model without it"
         )
     return found
 

@@ -31,7 +31,9 @@ def default_config() -> ConfigDict:
     config.adapter = ConfigDict()
     config.adapter.name = "cal"  # or parallel_mlp, lora; several joined by +; or prompt_only: the frozen backbone
     config.adapter.placement = "late8th"  # a preset or boundaries such as "26,28"
-    config.adapter.init_from = ""  # "cal=DIR,lora=DIR": start from the newest checkpoints of other runs; LoRA also from PEFT's
+    config.adapter.init_from = (
+        ""  # "cal=DIR,lora=DIR": start from the newest checkpoints of other runs; LoRA also from PEFT's
+    )
 
     config.cal = ConfigDict()
     config.cal.keys_from = "span"  # or all: the control without the span mask (a ConfigDict cannot hold a field named keys)

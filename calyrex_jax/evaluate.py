@@ -131,7 +131,7 @@ def with_adapters_of(run: build.Run, theirs: dict, where: str) -> build.Run:
     """`run` with the adapters that another run's resolved config describes."""
     config = ConfigDict(as_dict(run.config))
     names = str(theirs["adapter"]["name"]).split("+")
-    for group in ("adapter", *names):
+    for group in ("adapter", "cal", *names):  # baselines take their size from CAL's fields
         known = {field: value for field, value in theirs.get(group, {}).items() if field in config.get(group, {})}
         if known:
             config[group].update(known)

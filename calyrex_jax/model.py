@@ -16,10 +16,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from calyrex_jax.adapters.api import Adapter, Site, boundary_key
+from calyrex_jax.adapters.api import Adapter, LayerAdapter, Site, boundary_key
 from calyrex_jax.backbones import decoder
 from calyrex_jax.backbones.cache import Cache, extend, init_cache
 from calyrex_jax.backbones.spec import DecoderSpec
+from calyrex_jax.core.lowrank import Deltas
 from calyrex_jax.core.types import Array, Batch, Tree
 
 
@@ -51,9 +52,25 @@ class Model:
         return tuple(sorted({b for adapter in self.adapters for b in adapter.boundaries}))
 
     @property
+    def lora(self) -> LayerAdapter | None:
+        """The adapter that works within layers, where there is one."""
+        return next((adapter for adapter in self.adapters if isinstance(adapter, LayerAdapter)), None)
+
+    @property
+    def dropout(self) -> bool:
+        """Whether training needs a key."""
+        return self.lora is not None and self.lora.dropout > 0
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Where the walk through the layers halts: boundaries with blocks, and the ends of what `lora` changes."""
+        ends = () if self.lora is None else (self.lora.layers.start, self.lora.layers.stop)
+        return tuple(sorted({*self.boundaries, *ends}))
+
+    @property
     def first_boundary(self) -> int:
-        """The first boundary with an adapter block; L where there is none."""
-        return min(self.boundaries, default=self.spec.num_layers)
+        """The first boundary behind which anything is trained; L where nothing is."""
+        return min(self.stops, default=self.spec.num_layers)
 
     def init_adapters(self, key: jax.Array) -> Tree:
         """Fresh trainable parameters {name: {boundary_26: {leaf: array}}}; the adapted model equals the backbone."""
@@ -72,19 +89,20 @@ class Model:
             x = decoder.embed(self.spec, backbone, batch.tokens, batch.positions)
         return decoder.run_layers(self.spec, backbone["layers"], x, context, start, self.first_boundary)[0]
 
-    def hidden(self, params: Tree, batch: Batch, prefix: Array | None = None) -> jax.Array:
-        """States after the final norm, [B, T, D]; `prefix` spares the layers below the first boundary."""
+    def hidden(self, params: Tree, batch: Batch, prefix: Array | None = None, key: Array | None = None) -> jax.Array:
+        """States after the final norm, [B, T, D]; `prefix` spares the layers below the first boundary, `key` is dropout's."""
         backbone = params["backbone"]
         x = self.prefix(backbone, batch) if prefix is None else jnp.asarray(prefix, backbone["embed"]["tokens"].dtype)
         context = decoder.make_context(self.spec, batch.positions, batch.segments)
+        deltas = self._deltas(params, key)
         layer, outputs = self.first_boundary, decoder.head_rows(backbone, batch.tokens)
-        for boundary in self.boundaries:
-            x, _ = decoder.run_layers(self.spec, backbone["layers"], x, context, layer, boundary)
+        for boundary in self.stops:
+            x, _ = decoder.run_layers(self.spec, backbone["layers"], x, context, layer, boundary, deltas=deltas)
             site = Site(x, outputs, batch.positions, batch.segments, batch.span, boundary)
             for adapter, leaves in self._at(params["adapters"], boundary):
                 site = site.replace(x=adapter.apply(leaves, site))
             x, layer = site.x, boundary
-        x, _ = decoder.run_layers(self.spec, backbone["layers"], x, context, layer, self.spec.num_layers)
+        x, _ = decoder.run_layers(self.spec, backbone["layers"], x, context, layer, self.spec.num_layers, deltas=deltas)
         return decoder.final_norm(self.spec, backbone, x)
 
     def frozen(self, backbone: Tree, batch: Batch, prefix: Array) -> jax.Array:
@@ -122,8 +140,11 @@ class Model:
         context = decoder.make_context(self.spec, batch.positions, batch.segments, total)
         states: Tree = {adapter.name: {} for adapter in self.adapters}
         layer, outputs = self.first_boundary, decoder.head_rows(backbone, batch.tokens)
-        for boundary in self.boundaries:
-            x, cache = decoder.run_layers(self.spec, backbone["layers"], x, context, layer, boundary, cache, fill=True)
+        deltas = self._deltas(params)
+        for boundary in self.stops:
+            x, cache = decoder.run_layers(
+                self.spec, backbone["layers"], x, context, layer, boundary, cache, fill=True, deltas=deltas
+            )
             site = Site(x, outputs, batch.positions, batch.segments, batch.span, boundary)
             for adapter, leaves in self._at(params["adapters"], boundary):
                 x, state = adapter.prefill(leaves, site, capacity)
@@ -132,7 +153,7 @@ class Model:
             x, layer = site.x, boundary
         # the remaining layers, and the final norm for the one state that is read
         x, cache = decoder.run_layers(
-            self.spec, backbone["layers"], x, context, layer, self.spec.num_layers, cache, fill=True
+            self.spec, backbone["layers"], x, context, layer, self.spec.num_layers, cache, fill=True, deltas=deltas
         )
         x = decoder.final_norm(self.spec, backbone, x[:, -1:])[:, 0]
         return x, DecodeState(cache=cache, adapters=states, position=lengths, total=total)
@@ -147,18 +168,24 @@ class Model:
         x = decoder.embed(self.spec, backbone, tokens[:, None], positions)
         states: Tree = {adapter.name: {} for adapter in self.adapters}
         layer, outputs = 0, decoder.head_rows(backbone, tokens[:, None])
+        deltas = self._deltas(params)
         no_span = jnp.zeros((tokens.shape[0], 0), jnp.int32)
-        for boundary in self.boundaries:
-            x, cache = decoder.run_layers(self.spec, backbone["layers"], x, context, layer, boundary, cache)
+        for boundary in self.stops:
+            x, cache = decoder.run_layers(self.spec, backbone["layers"], x, context, layer, boundary, cache, deltas=deltas)
             site = Site(x, outputs, positions, segments, no_span, boundary)
             for adapter, leaves in self._at(params["adapters"], boundary):
                 key = boundary_key(boundary)
                 x, states[adapter.name][key] = adapter.decode(leaves, site, state.adapters[adapter.name][key])
                 site = site.replace(x=x)
             x, layer = site.x, boundary
-        x, cache = decoder.run_layers(self.spec, backbone["layers"], x, context, layer, self.spec.num_layers, cache)
+        x, cache = decoder.run_layers(
+            self.spec, backbone["layers"], x, context, layer, self.spec.num_layers, cache, deltas=deltas
+        )
         x = decoder.final_norm(self.spec, backbone, x)[:, 0]
         return x, state.replace(cache=cache, adapters=states, position=state.position + 1)
+
+    def _deltas(self, params: Tree, key: Array | None = None) -> Deltas | None:
+        return None if self.lora is None else self.lora.deltas(params["adapters"][self.lora.name], key)
 
     def _at(self, adapters: Tree, boundary: int):
         """The adapters with a block at `boundary`, in their given order, with its leaves."""

@@ -105,7 +105,7 @@ def _train(
     show.say(f"corpus: {corpus_report.line()}")
     if (warning := chat.base_model_warning(run.tokenizer, run.policy)) is not None:
         show.say(f"warning: {warning}")
-    for notice in build.notices(run):
+    for notice in build.notices(run, any(example.distill for example in examples)):
         show.say(f"notice: {notice}")
 
     # The frozen backbone, and the trainable tree with its optimiser.
@@ -143,6 +143,7 @@ def _train(
             accumulate=config.train.accumulate,
             chunk=config.train.loss_chunk,
             compact=mesh.size == 1,
+            seed=config.train.seed,
         ),
         donate_argnums=0,
         out_shardings=(placed, replicated(mesh)),
@@ -300,7 +301,7 @@ def restore(saved: checkpoint.Checkpoints, state: TrainState, reset_optimizer: b
 def open_prefix_store(run: build.Run, directory: Path, examples) -> PrefixStore | None:
     """The prefix cache of this run's backbone, tokenizer, boundary and data; None where it is switched off."""
     dtype = run.config.data.prefix_cache
-    if dtype == "off":
+    if dtype == "off" or run.model.first_boundary == 0:  # nothing is frozen below: build.notices says so
         return None
     if jax.process_count() > 1:
         raise UserError("config.data.prefix_cache: the prefix cache serves one process; set it to off on several hosts")

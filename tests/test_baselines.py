@@ -1,5 +1,6 @@
 """Every baseline as large as CAL, trained by the same loop, alone and together."""
 
+import json
 import signal
 
 import jax
@@ -47,10 +48,11 @@ def saved(workdir, step=None):
 
 @pytest.mark.parametrize("model", ["SmolLM2-135M", "Qwen2.5-1.5B", "Llama-3.1-8B"])
 @pytest.mark.parametrize("placement", ["late8th", "every", "last"])
-@pytest.mark.parametrize("name", ["parallel_mlp"])
+@pytest.mark.parametrize("name", ["parallel_mlp", "lora", "late lora"])
 def test_a_baseline_is_as_large_as_cal(model, placement, name):
     config, spec = default_config(), named_spec(model)
-    config.adapter.placement, config.adapter.name = placement, name
+    config.adapter.placement, config.adapter.name = placement, name.split()[-1]
+    config.lora.layers = "late8th" if name == "late lora" else "all"
     [adapter] = build.adapters(config, spec)
     size = trees.count(jax.eval_shape(adapter.init, jax.random.key(0)))
     assert size == pytest.approx(build.cal_budget(config, spec), rel=0.01)
@@ -63,9 +65,15 @@ def test_the_budget_follows_cals_own_fields():
     config.cal.mlp_dim = 512
     assert build.cal_budget(config, spec) == 6_641_280 + 5 * 3 * 576 * 256
     assert build.adapters(config, spec)[0].config.mlp_dim == 1024
+    config.cal.mlp_dim, config.adapter.name = 0, "lora"
+    low_rank = build.adapters(config, spec)[0].low_rank
+    assert [rank for _, rank in low_rank.ranks] == [22] * 6 + [21] and low_rank.alpha == 42.0
+    config.lora.rslora, config.lora.rank = True, 8
+    low_rank = build.adapters(config, spec)[0].low_rank
+    assert {rank for _, rank in low_rank.ranks} == {8} and low_rank.scale("attn/w_q") == 16 / 8**0.5
 
 
-@pytest.mark.parametrize("name", ["parallel_mlp", "cal+parallel_mlp"])
+@pytest.mark.parametrize("name", ["parallel_mlp", "lora", "cal+parallel_mlp", "cal+lora"])
 def test_five_steps_train_every_leaf_and_resume(config, name, tmp_path, monkeypatch):
     assert train.train(config(name), str(tmp_path / "straight")) == 0
     report = tiny_runs.report(tmp_path / "straight")
@@ -85,8 +93,9 @@ def test_five_steps_train_every_leaf_and_resume(config, name, tmp_path, monkeypa
         np.testing.assert_array_equal(leaf, trained[path], err_msg=path)
 
 
-def test_of_two_adapters_one_can_be_frozen(config, tmp_path):
-    settings = config("cal+parallel_mlp", train__freeze="cal")
+@pytest.mark.parametrize("name", ["cal+parallel_mlp", "cal+lora"])
+def test_of_two_adapters_one_can_be_frozen(name, config, tmp_path):
+    settings = config(name, train__freeze="cal")
     assert train.train(settings, str(tmp_path)) == 0
     fresh = trees.flatten(build.fresh_adapters(build.open_run(settings)))
     for path, leaf in saved(tmp_path).items():
@@ -117,3 +126,58 @@ def test_a_run_that_ends_within_its_warm_up_says_so(config, tmp_path, capsys):
     assert train.train(config("parallel_mlp", train__warmup_steps=20, train__steps=2), str(tmp_path)) == 0
     said = capsys.readouterr().err
     assert "config.train.warmup_steps=20 is above config.train.steps=2" in said and "ends at 0.1 of the peak" in said
+
+
+def test_lora_cannot_use_the_prefix_and_says_so(config, place, tmp_path, capsys):
+    rows = [json.loads(line) for line in (place / "chats.jsonl").read_text().splitlines()]
+    tiny_runs.write_jsonl(tmp_path / "kept.jsonl", [row | {"distill": True} for row in rows])
+    settings = config("lora", data__prefix_cache="float32", train__steps=2)
+    settings.data.source = str(tmp_path / "kept.jsonl")
+    assert train.train(settings, str(tmp_path / "run")) == 0
+    said = capsys.readouterr().err
+    assert "config.data.prefix_cache is not used" in said and not (tmp_path / "run" / "prefix").exists()
+    assert "distilled conversations run the frozen layers from 0 on" in said
+    assert abs(tiny_runs.losses(tmp_path / "run")[0]) < 1e-5  # the teacher is the model without LoRA
+    settings = config("lora", lora__layers="1-1", data__prefix_cache="float32", train__steps=2)
+    assert train.train(settings, str(tmp_path / "late")) == 0
+    assert "prefix_cache is not used" not in capsys.readouterr().err and (tmp_path / "late" / "prefix").exists()
+    assert train.train(config("lora", lora__layers="1-1", train__steps=2), str(tmp_path / "plain")) == 0
+    np.testing.assert_allclose(tiny_runs.losses(tmp_path / "late"), tiny_runs.losses(tmp_path / "plain"), rtol=1e-5)
+
+
+def test_a_lora_run_goes_to_peft_and_back(config, tmp_path):
+    settings = config("lora", lora__rank=3, lora__alpha=7.0, lora__targets="q_proj,w_down", train__steps=2)
+    assert train.train(settings, str(tmp_path / "run")) == 0
+    run = build.open_run(settings)
+    trained = build.trained_adapters(run, tmp_path / "run")["lora"]
+    build.export_peft(run, trained, tmp_path / "peft")
+    settings.adapter.init_from = f"lora={tmp_path / 'peft'}"
+    for rank in (3, 0):  # 0: whatever ranks the directory has
+        settings.lora.rank = rank
+        brought = build.brought_adapters(build.open_run(settings))["lora"]
+        for path, leaf in trees.flatten(trained).items():
+            np.testing.assert_array_equal(trees.flatten(brought)[path], leaf)
+    for field, value, said in (
+        ("rank", 4, "set config.lora.rank=0"),
+        ("alpha", 0.0, "set config.lora.alpha=7"),
+        ("targets", "all", "set config.lora.targets=w_q,w_down"),
+        ("layers", "1", "set config.lora.layers=0-1"),
+        ("rslora", True, "set config.lora.rslora=False"),
+    ):
+        other = settings.copy_and_resolve_references()
+        other.lora[field] = value
+        with pytest.raises(UserError, match=said) as caught:
+            build.open_run(other)
+        assert f"config.lora.{field} gives" in str(caught.value) and str(tmp_path / "peft") in str(caught.value)
+
+
+def test_a_lora_of_other_fields_names_them(config, tmp_path):
+    assert train.train(config("lora", train__steps=1), str(tmp_path)) == 0
+    for changes, said in (
+        ({"lora__rank": 2}, r"config\.lora\.rank was 0 and is 2"),
+        ({"lora__layers": "1"}, r"config\.lora\.layers was 'all' and is '1'"),
+        ({"lora__alpha": 5.0}, r"config\.lora\.alpha was 0\.0 and is 5\.0"),
+        ({"cal__mlp_dim": 64}, r"config\.cal\.mlp_dim was 16 and is 64"),  # its rank follows from CAL's size
+    ):
+        with pytest.raises(UserError, match=said):
+            build.trained_adapters(build.open_run(config("lora", **changes)), tmp_path)

@@ -6,11 +6,12 @@ boundary to boundary and hands the residual stream, wrapped in a `Site`, to ever
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import flax.struct
 import jax
 
+from calyrex_jax.core.lowrank import Deltas
 from calyrex_jax.core.types import Array, Tree
 
 
@@ -55,6 +56,22 @@ class Adapter(Protocol):
 
     def decode(self, params: Tree, site: Site, state: Tree) -> tuple[jax.Array, Tree]:
         """The adapted stream of one new token a row, [B, 1, D], and the next state."""
+
+
+@runtime_checkable
+class LayerAdapter(Protocol):
+    """A trained module that changes linear maps within layers, and has no block at a boundary."""
+
+    name: str
+    boundaries: tuple[int, ...]
+    layers: range
+    dropout: float
+
+    def init(self, key: jax.Array) -> Tree:
+        """Fresh parameters, float32, leaves stacked over `layers`; at initialisation they change nothing."""
+
+    def deltas(self, params: Tree, key: Array | None = None) -> Deltas:
+        """What the layers add to their products; `key` switches dropout on."""
 
 
 def boundary_key(boundary: int) -> str:

@@ -13,6 +13,7 @@ from flax import linen as nn
 from calyrex_jax.backbones.layers import _WEIGHT, linear
 from calyrex_jax.backbones.rope import rotate
 from calyrex_jax.backbones.spec import DecoderSpec
+from calyrex_jax.core.lowrank import LayerDeltas
 from calyrex_jax.core.numerics import attend
 
 _MAX_CHUNK = 1024  # queries at once
@@ -106,7 +107,14 @@ class Attention(nn.Module):
     spec: DecoderSpec
 
     @nn.compact
-    def __call__(self, x: jax.Array, context: Context, layer: jax.Array | int, attention: Callable) -> tuple:
+    def __call__(
+        self,
+        x: jax.Array,
+        context: Context,
+        layer: jax.Array | int,
+        attention: Callable,
+        deltas: LayerDeltas | None = None,
+    ) -> tuple:
         """attention(q, k, v) -> (out, state) decides which keys are seen; its state is handed through."""
         spec = self.spec
         heads = {"q": spec.num_heads, "k": spec.num_kv_heads, "v": spec.num_kv_heads}
@@ -115,7 +123,7 @@ class Attention(nn.Module):
             shape = (spec.embed_dim, count, spec.head_dim)
             w = self.param(f"w_{name}", _WEIGHT, shape, x.dtype)
             b = self.param(f"b_{name}", _WEIGHT, shape[1:], x.dtype) if spec.qkv_bias else None
-            made[name] = linear(f"attn/w_{name}", x, w, b)
+            made[name] = linear(f"attn/w_{name}", x, w, b, deltas=deltas)
         q, k = made["q"].astype(jnp.float32), made["k"]
         if context.cos is not None:
             q, k = rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin)
@@ -124,4 +132,4 @@ class Attention(nn.Module):
         out, state = attention((q * scale).astype(x.dtype), k.astype(x.dtype), made["v"])
         w_o = self.param("w_o", _WEIGHT, (spec.num_heads, spec.head_dim, spec.embed_dim), x.dtype)
         b_o = self.param("b_o", _WEIGHT, (spec.embed_dim,), x.dtype) if spec.out_bias else None
-        return linear("attn/w_o", out, w_o, b_o, contract=2), state
+        return linear("attn/w_o", out, w_o, b_o, 2, deltas), state

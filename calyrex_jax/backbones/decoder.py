@@ -16,6 +16,7 @@ from calyrex_jax.backbones.cache import Cache
 from calyrex_jax.backbones.layers import Mlp, Norm, norm
 from calyrex_jax.backbones.rope import phases
 from calyrex_jax.backbones.spec import DecoderSpec
+from calyrex_jax.core.lowrank import Deltas, LayerDeltas
 from calyrex_jax.core.numerics import put, settle, stored, take_layer
 from calyrex_jax.core.trees import flatten, unflatten
 from calyrex_jax.core.types import Tree
@@ -44,11 +45,19 @@ class DecoderLayer(nn.Module):
     spec: DecoderSpec
 
     @nn.compact
-    def __call__(self, x: jax.Array, context: Context, layer: jax.Array | int, attention: Callable) -> tuple:
+    def __call__(
+        self,
+        x: jax.Array,
+        context: Context,
+        layer: jax.Array | int,
+        attention: Callable,
+        deltas: LayerDeltas | None = None,
+    ) -> tuple:
         """x [B, T, D] -> (x [B, T, D], the state that `attention` hands back)."""
-        attended, state = Attention(self.spec, name="attn")(Norm(self.spec, name="attn_norm")(x), context, layer, attention)
+        normed = Norm(self.spec, name="attn_norm")(x)
+        attended, state = Attention(self.spec, name="attn")(normed, context, layer, attention, deltas)
         x = x + attended
-        return x + Mlp(self.spec, name="mlp")(Norm(self.spec, name="mlp_norm")(x)), state
+        return x + Mlp(self.spec, name="mlp")(Norm(self.spec, name="mlp_norm")(x), deltas), state
 
 
 def abstract_params(spec: DecoderSpec, dtype: jax.typing.DTypeLike) -> Tree:
@@ -141,6 +150,7 @@ def run_layers(
     stop: int,
     cache: Cache | None = None,
     fill: bool = False,
+    deltas: Deltas | None = None,
 ) -> tuple[jax.Array, Cache | None]:
     """Runs layers start … stop - 1 on x [B, T, D]; start == stop returns x.
 
@@ -149,27 +159,34 @@ def run_layers(
     Without a cache the T tokens attend to each other. With one, `extend`ed for them beforehand, their keys and values
     are written to it; they attend to each other alone where `fill` (the cache was empty), else to all of it.
     Within a segment of x, positions must rise from slot to slot.
+    deltas change linear maps of all these layers or of none of them.
     """
     if start == stop:
         return x, cache
+    deltas = None if deltas is None else deltas.within(start, stop)
+    changes = (lambda *_: None) if deltas is None else deltas.at
     windows = set(spec.windows[start:stop])
     step = _stepper(spec, context, cache, fill, windows.pop() if len(windows) == 1 else _MIXED)
     carry = (x, None, None) if cache is None else (x, cache.k, cache.v)
     if isinstance(layers, tuple):
         for layer in range(start, stop):
-            carry = step(carry, layer, layers[layer])
+            carry = step(carry, layer, layers[layer], changes(layer))
     elif stop - start == 1:
         # XLA would unroll a loop of one step, then merge what the backward pass recomputes with the forward's own
         # with a cache, nothing to differentiate: an index that XLA cannot see is taken by both cores, a constant one by one
         index = start if cache is None else jax.lax.optimization_barrier(jnp.int32(start))
-        carry = step(carry, start, jax.tree.map(lambda leaf: take_layer(leaf, index), layers))
+        carry = step(carry, start, jax.tree.map(lambda leaf: take_layer(leaf, index), layers), changes(start))
     else:
 
-        def body(carry: tuple, layer: jax.Array) -> tuple[tuple, None]:
-            return step(carry, layer, jax.tree.map(lambda leaf: take_layer(leaf, layer), layers)), None
+        def body(carry: tuple, at: tuple[jax.Array, Tree]) -> tuple[tuple, None]:
+            layer, leaves = at
+            taken = jax.tree.map(lambda leaf: take_layer(leaf, layer), layers)
+            return step(carry, layer, taken, changes(layer, leaves)), None
 
         body = jax.checkpoint(body, prevent_cse=False, policy=_products)
-        carry, _ = jax.lax.scan(body, carry, jnp.arange(start, stop, dtype=jnp.int32))
+        # trained leaves are scanned over, not indexed: the gradient of an index is a whole stack of zeros a layer
+        leaves = None if deltas is None else deltas.leaves
+        carry, _ = jax.lax.scan(body, carry, (jnp.arange(start, stop, dtype=jnp.int32), leaves))
     x, k_all, v_all = carry
     return x, cache if cache is None else cache.replace(k=k_all, v=v_all)
 
@@ -184,7 +201,7 @@ def _stepper(
     unlimited = 2**31 - 1
     limits = jnp.asarray([unlimited if window is None else window for window in spec.windows], jnp.int32)
 
-    def step(carry: tuple, layer: jax.Array | int, params: Tree) -> tuple:
+    def step(carry: tuple, layer: jax.Array | int, params: Tree, deltas: LayerDeltas | None) -> tuple:
         x, k_all, v_all = carry
         # a static window, where there is one, lets one mask serve all layers
         window = spec.windows[layer] if isinstance(layer, int) else limits[layer] if shared == _MIXED else shared
@@ -197,7 +214,7 @@ def _stepper(
                 k, v = (take_layer(buffer, layer, v.dtype) for buffer in new)
             return attend_tokens(q, k, v, tokens, keys, window, ordered=among_themselves), new
 
-        x, new = DecoderLayer(spec).apply({"params": params}, x, context, layer, attention)
+        x, new = DecoderLayer(spec).apply({"params": params}, x, context, layer, attention, deltas)
         return (settle(x), *new)
 
     return step

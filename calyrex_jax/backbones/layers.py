@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from calyrex_jax.backbones.spec import DecoderSpec
+from calyrex_jax.core.lowrank import LayerDeltas
 from calyrex_jax.core.numerics import matmul
 
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -22,14 +23,19 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 _WEIGHT = nn.initializers.normal(0.02)
 
 
-def linear(name: str, x: jax.Array, w: jax.Array, b: jax.Array | None = None, contract: int = 1) -> jax.Array:
+def linear(
+    name: str, x: jax.Array, w: jax.Array, b: jax.Array | None = None, contract: int = 1, deltas: LayerDeltas | None = None
+) -> jax.Array:
     """x [B, T, in…] times w [in…, out…], plus b [out…]: every linear map of a layer passes here, under its `name`.
 
-    contract is the number of input dimensions: 2 for `attn/w_o`, whose input is [B, T, N, H].
+    contract is the number of input dimensions: 2 for `attn/w_o`, whose input is [B, T, N, H]. deltas may add to the product.
     """
     if w.ndim <= contract:
         raise ValueError(f"{name} has shape {w.shape}; expected more than {contract} dimensions")
     y = matmul(x, w, contract)
+    added = None if deltas is None else deltas.added(name, x, contract)
+    if added is not None:
+        y = (y.astype(jnp.float32) + added).astype(x.dtype)
     return y if b is None else y + b
 
 
@@ -61,17 +67,17 @@ class Mlp(nn.Module):
 
     spec: DecoderSpec
 
-    def _linear(self, name: str, x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    def _linear(self, name: str, x: jax.Array, shape: tuple[int, int], deltas: LayerDeltas | None) -> jax.Array:
         w = self.param(f"w_{name}", _WEIGHT, shape, x.dtype)
         b = self.param(f"b_{name}", _WEIGHT, shape[1:], x.dtype) if self.spec.mlp_bias else None
-        return linear(f"mlp/w_{name}", x, w, b)
+        return linear(f"mlp/w_{name}", x, w, b, deltas=deltas)
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, deltas: LayerDeltas | None = None) -> jax.Array:
         spec = self.spec
         wide, act = (spec.embed_dim, spec.mlp_dim), _ACTIVATIONS[spec.activation]
         # float32 between the maps: on CPUs an activation of bfloat16 numbers takes twice as long
-        inner = act(self._linear("gate" if spec.gated else "up", x, wide).astype(jnp.float32))
+        inner = act(self._linear("gate" if spec.gated else "up", x, wide, deltas).astype(jnp.float32))
         if spec.gated:
-            inner = inner * self._linear("up", x, wide)
-        return self._linear("down", inner.astype(x.dtype), wide[::-1])
+            inner = inner * self._linear("up", x, wide, deltas)
+        return self._linear("down", inner.astype(x.dtype), wide[::-1], deltas)

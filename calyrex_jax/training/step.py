@@ -35,10 +35,10 @@ def init_state(optimizer: optax.GradientTransformation, trainable: Tree) -> Trai
 
 
 def loss_sums(
-    model: Model, backbone: Tree, trainable: Tree, batch: Batch, prefix: Array, teacher, chunk: int, compact: bool
+    model: Model, backbone: Tree, trainable: Tree, batch: Batch, prefix: Array, teacher, chunk: int, compact: bool, key=None
 ):
     """The summed loss over the batch's targets and their number; `teacher` are frozen final states [B, T, D] or None."""
-    x = model.hidden({"backbone": backbone, "adapters": trainable}, batch, prefix)
+    x = model.hidden({"backbone": backbone, "adapters": trainable}, batch, prefix, key)
     parts = shifted(x, batch)
     if teacher is not None:
         parts = (*parts, shifted(teacher, batch)[0], distilled(batch))
@@ -56,42 +56,47 @@ def make_train_step(
     accumulate: int = 1,
     chunk: int = 128,
     compact: bool = False,
+    seed: int = 0,
 ):
     """`step(state, backbone, batch) -> (state, metrics)`; jit it with `state` donated.
 
     accumulate  microbatches a step: rows are split evenly; sums of losses and gradients are divided by the global
                 number of targets once, so that short rows weigh no more than long ones
     chunk       positions a row through the output head at a time
+    seed        of dropout, whose key is folded from it, the step and the microbatch
     compact     targets of all rows go through the head side by side; for a single device (`losses.compacted`)
     metrics     loss (mean over targets), grad_norm, tokens (real ones), targets, skipped (non-finite steps in a row)
     """
 
-    def gradients(trainable: Tree, backbone: Tree, batch: Batch):
+    def gradients(trainable: Tree, backbone: Tree, batch: Batch, key: Array | None):
         # outside the differentiated function: the layers below the first boundary leave no residuals
         prefix = model.prefix(backbone, batch) if batch.prefix is None else batch.prefix
         teacher = None if batch.distill is None else model.frozen(backbone, batch, prefix)
 
         def objective(leaves):
-            return loss_sums(model, backbone, leaves, batch, prefix, teacher, chunk, compact)
+            return loss_sums(model, backbone, leaves, batch, prefix, teacher, chunk, compact, key)
 
         (loss, targets), grads = jax.value_and_grad(objective, has_aux=True)(trainable)
         return loss, targets, grads
 
-    def accumulated(trainable: Tree, backbone: Tree, batch: Batch):
+    def accumulated(trainable: Tree, backbone: Tree, batch: Batch, key: Array | None):
         if accumulate == 1:
-            return gradients(trainable, backbone, batch)
+            return gradients(trainable, backbone, batch, key)
         # rows r, r + n, r + 2n … make a microbatch: on a sharded batch every device keeps its own rows
         split = jax.tree.map(lambda a: jnp.moveaxis(a.reshape(-1, accumulate, *a.shape[1:]), 1, 0), batch)
         zeros = jax.tree.map(jnp.zeros_like, trainable)
 
-        def body(carry, micro):
-            return jax.tree.map(jnp.add, carry, gradients(trainable, backbone, micro)), None
+        def body(carry, part):
+            micro, number = part
+            own = None if key is None else jax.random.fold_in(key, number)
+            return jax.tree.map(jnp.add, carry, gradients(trainable, backbone, micro, own)), None
 
         start = (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), zeros)
-        return jax.lax.scan(body, start, split)[0]
+        return jax.lax.scan(body, start, (split, jnp.arange(accumulate)))[0]
 
     def step(state: TrainState, backbone: Tree, batch: Batch):
-        loss, targets, grads = accumulated(state.trainable, backbone, batch)
+        key = jax.random.fold_in(jax.random.key(seed), state.step) if model.dropout else None
+        loss, targets, grads = accumulated(state.trainable, backbone, batch, key)
         scale = 1.0 / jnp.maximum(targets, 1.0)
         loss, grads = loss * scale, jax.tree.map(lambda g: g * scale, grads)
         norm = optax.global_norm(grads)

@@ -59,7 +59,7 @@ def close(found, expected):
 
 @pytest.mark.parametrize("case", ["one rank", "rank pattern", "rslora", "range"])
 def test_ours_loaded_by_peft(pair, case, tmp_path):
-    family, directory, spec, backbone = pair
+    _, directory, spec, backbone = pair
     ranks = {"attn/w_q": 4, "attn/w_qkv": 4, "attn/w_o": 4, "mlp/w_down": 4}
     changes = {
         "one rank": {},

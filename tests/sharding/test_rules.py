@@ -31,8 +31,14 @@ def leaves_of(name, **changes):
 
 def adapter_leaves():
     spec = tiny.spec()
-    model = Model(spec, (*tiny.model(spec, "every", copy=True).adapters, tiny.parallel_mlp(spec, "every")))
+    model = Model(
+        spec, (*tiny.model(spec, "every", copy=True).adapters, tiny.parallel_mlp(spec, "every"), tiny.lora(spec, 3))
+    )
     return jax.eval_shape(model.init_adapters, jax.random.key(0))
+
+
+def gpt2_adapter_leaves():
+    return {"lora": jax.eval_shape(tiny.lora(tiny.spec("gpt2"), 3).init, jax.random.key(0))}
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "biased"])
@@ -48,7 +54,7 @@ def test_every_rule_has_a_leaf():
     paths = {path for tree in (leaves_of("llama", **BIASED), leaves_of("gpt2")) for path in trees.flatten(tree)}
     for pattern, _ in rules.BACKBONE_RULES:
         assert any(re.fullmatch(pattern, path) for path in paths), pattern
-    paths = set(trees.flatten(adapter_leaves()))
+    paths = {*trees.flatten(adapter_leaves()), *trees.flatten(gpt2_adapter_leaves())}
     for pattern, _ in rules.ADAPTER_RULES:
         assert any(re.fullmatch(pattern, path) for path in paths), pattern
 
@@ -66,6 +72,11 @@ def test_matrices_are_sharded_both_ways_and_never_over_layers():
     assert cal["cal/boundary_1/w_up"] == P("fsdp", "tensor")
     assert cal["cal/boundary_1/attn_norm"] == P()
     assert cal["parallel_mlp/boundary_1/w_down"] == P("tensor", "fsdp")
+    # LoRA's matrices lie as the backbone's; its rank and the layer axis are whole
+    assert cal["lora/attn/w_q/a"] == P(None, "fsdp", None) and cal["lora/attn/w_q/b"] == P(None, None, "tensor", None)
+    assert cal["lora/mlp/w_down/a"] == P(None, "tensor", None) and cal["lora/mlp/w_down/b"] == P(None, None, "fsdp")
+    gpt2 = trees.flatten(rules.specs(gpt2_adapter_leaves(), rules.ADAPTER_RULES, mesh_of(fsdp=2, tensor=2)))
+    assert gpt2["lora/attn/w_qkv/b"] == P(None, None, None, "tensor", None)
 
 
 def test_fewer_key_value_heads_than_shards_are_replicated():
@@ -75,6 +86,8 @@ def test_fewer_key_value_heads_than_shards_are_replicated():
         assert specs[f"layers/attn/w_{name}"] == P(None, "fsdp", None, None)
         assert specs[f"layers/attn/b_{name}"] == P(None, None, None)
     assert specs["layers/attn/w_q"] == P(None, "fsdp", "tensor", None)
+    low = trees.flatten(rules.specs({"lora": adapter_leaves()["lora"]}, rules.ADAPTER_RULES, mesh_of(tensor=4)))
+    assert low["lora/attn/w_k/b"] == P(None, None, None, None)
 
 
 def test_a_dimension_that_does_not_divide_is_refused_by_name():

@@ -16,12 +16,12 @@ from pathlib import Path
 from calyrex_jax import train
 from tests import tiny_runs
 place = Path(sys.argv[1])
-for sizes in json.loads(sys.argv[2]):
+for sizes, name in json.loads(sys.argv[2]):
     mesh = dict(zip(("mesh__data", "mesh__fsdp", "mesh__tensor"), sizes))
     config = tiny_runs.make_config(
-        place / "model", place / "mixed.jsonl", cal__copying=True, train__steps=5, train__batch_size=4, **mesh
+        place / "model", place / "mixed.jsonl", adapter__name=name, cal__copying=True, train__steps=5, train__batch_size=4, **mesh
     )
-    directory = place / "-".join(map(str, sizes))
+    directory = place / "-".join(map(str, [name, *sizes]))
     assert train.train(config, str(directory)) == 0
     print("LOSSES", json.dumps(tiny_runs.losses(directory)))
 """
@@ -43,7 +43,9 @@ def test_meshes_give_the_losses_of_one_device(tmp_path):
     rows = [json.loads(line) for line in (place / "chats.jsonl").read_text().splitlines()]
     mixed = [row | {"distill": number % 2 == 0} for number, row in enumerate(rows)]
     tiny_runs.write_jsonl(place / "mixed.jsonl", mixed)
-    [alone] = losses(place, 1, [(1, 1, 1)])
-    assert len(alone) == 5 and len(set(alone)) == 5
-    for found in losses(place, 4, [(4, 1, 1), (2, 2, 1), (1, 2, 2)]):
-        np.testing.assert_allclose(found, alone, rtol=1e-5)
+    names = ("cal", "lora")
+    alone = dict(zip(names, losses(place, 1, [((1, 1, 1), name) for name in names]), strict=True))
+    assert all(len(found) == len(set(found)) == 5 for found in alone.values())
+    meshes = [(sizes, "cal") for sizes in ((4, 1, 1), (2, 2, 1), (1, 2, 2))] + [((1, 2, 2), "lora")]
+    for (_, name), found in zip(meshes, losses(place, 4, meshes), strict=True):
+        np.testing.assert_allclose(found, alone[name], rtol=1e-5)
