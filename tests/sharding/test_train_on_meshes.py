@@ -48,4 +48,5 @@ def test_meshes_give_the_losses_of_one_device(tmp_path):
     assert all(len(found) == len(set(found)) == 5 for found in alone.values())
     meshes = [(sizes, "cal") for sizes in ((4, 1, 1), (2, 2, 1), (1, 2, 2))] + [((1, 2, 2), "lora")]
     for (_, name), found in zip(meshes, losses(place, 4, meshes), strict=True):
-        np.testing.assert_allclose(found, alone[name], rtol=1e-5)
+        # LoRA's first gradients are small, and Adam makes full steps of their rounding
+        np.testing.assert_allclose(found, alone[name], rtol=1e-4 if name == "lora" else 1e-5)
