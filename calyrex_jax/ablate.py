@@ -90,6 +90,11 @@ def plan(config: ConfigDict, spec: DecoderSpec, directory: Path) -> list[Arm]:
     folders = [name.replace(" ", "").replace(",", "-") for name in wanted]
     if len(set(folders)) < len(folders):
         raise UserError(f"config.ablate.placements: {config.ablate.placements!r} names a placement twice; name each once")
+    if not all(adapter.boundaries for adapter in build.adapters(config, spec)) or config.adapter.name == "prompt_only":
+        raise UserError(
+            f"config.adapter.name={config.adapter.name}: an ablation moves blocks from boundary to boundary; "
+            "name adapters with blocks, such as cal or parallel_mlp"
+        )
     budget = build.cal_budget(at(config, config.ablate.reference), spec)
     arms = []
     for name, folder in zip(wanted, folders, strict=True):

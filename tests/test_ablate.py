@@ -131,6 +131,8 @@ def test_fewer_heads_take_over_the_first_ones(place):
     [
         ({"ablate__placements": "last;nowhere"}, "neither a preset nor"),
         ({"ablate__placements": "last; last"}, "names a placement twice"),
+        ({"adapter__name": "lora", "lora__rank": 1}, "moves blocks from boundary to boundary"),
+        ({"adapter__name": "prompt_only"}, "moves blocks from boundary to boundary"),
         ({"ablate__reference": "9"}, "outside the backbone"),
         ({"ablate__match": "both"}, "config.ablate.match is 'both'"),
         ({"eval__tasks": "rule"}, "unknown task 'rule'"),
