@@ -193,7 +193,7 @@ def notices(run: Run, distilled: bool) -> list[str]:
         )
     if run.config.data.prefix_cache != "off" and run.model.first_boundary == 0:
         found.append(
-            "config.data.prefix_cache is not used: the adapters begin below the first layer, so there is no frozen prefix to keep"
+            "config.data.prefix_cache is not used: the adapters begin at the first layer, so there is no frozen prefix to keep"
         )
     if changed is not None and distilled:
         found.append(
