@@ -16,6 +16,7 @@ INSTALL_REQUIRES = [
     "orbax-checkpoint>=0.12.8,<0.13",
     "chex>=0.1.92,<0.2",
     "numpy>=2.0,<3",
+    "threadpoolctl>=3.1,<4",  # --mode=analyze: numpy's BLAS is told to take small matrices with one thread
     "transformers>=5.24,<6",  # tokenizers and chat templates only
     "tokenizers>=0.22,<1",
     "jinja2>=3.1,<4",  # chat templates; transformers does not ask for it

@@ -84,6 +84,7 @@ def test_as_initialised_is_said_in_one_line(place, monkeypatch, capsys):
         ({"analyze__batch_size": 5}, "config.analyze.batch_size is 5; expected an even number"),
         ({"analyze__distances": "near"}, "config.analyze.distances is 'near'; expected numbers of tokens"),
         ({"analyze__distances": "0,5000"}, "but the backbone has 2048 positions; lower the largest"),
+        ({"adapter__name": "cal+lora"}, "config.adapter.name: lora changes the layers themselves"),
         ({"adapter__placement": "2"}, "does not fit the adapter of this config"),
     ],
 )

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 _PENALTIES = 10.0 ** np.arange(-4, 4)  # times the mean of the kernel's diagonal
 _INNER_FOLDS = 4
@@ -53,6 +54,12 @@ class Probe:
 
 def fit(features: np.ndarray, facts: Sequence[str], settings: ProbeSettings) -> Probe:
     """Cross-validated probes of features [n, 2, D]; `facts` [n] are held out whole."""
+    # matrices are small: two threads take thirty times one's processor time, and minutes where the machine is shared
+    with threadpool_limits(1, "blas"):
+        return _fit(features, facts, settings)
+
+
+def _fit(features: np.ndarray, facts: Sequence[str], settings: ProbeSettings) -> Probe:
     n = len(features)
     rng = np.random.default_rng(settings.seed)
     x = np.asarray(features, np.float64).reshape(2 * n, -1)
