@@ -245,7 +245,7 @@ def test_a_full_disk_leaves_no_output(place, tmp_path, monkeypatch):
     ("changes", "said"),
     [
         ({"adapter__placement": "2"}, "does not fit the adapter of this config"),
-        ({"adapter__placement": "0,1,2"}, "lacks"),
+        ({"adapter__placement": "0,1,2"}, "config.adapter.placement was '1,2' and is '0,1,2'"),
         ({"cal__rope": True}, "config.cal.rope was False and is True"),
         ({"cal__mlp_dim": 8}, "config.cal.mlp_dim was 16 and is 8"),
         ({"generate__temperature": -1.0}, "temperature"),
