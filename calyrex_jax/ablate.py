@@ -163,7 +163,7 @@ def by_placement(found: study.Findings, arms: Sequence[Arm], reference: str, see
 
 
 def row(arms: Sequence[Arm], name: str, merged: study.Findings) -> dict:
-    """What report.json says of one placement; seconds a step are the mean over its seeds, "cells" are figures."""
+    """What report.json says of one placement; loss and seconds are means over its seeds, "cells" are figures."""
     own = [arm for arm in arms if arm.placement == name]
     reports = [json.loads((arm.directory / "report.json").read_text(encoding="utf-8")) for arm in own]
     return {

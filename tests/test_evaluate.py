@@ -18,16 +18,9 @@ from calyrex_jax.generate import loop, score
 from tests import tiny, tiny_runs
 from tests.tiny_runs import conversation, make_config
 
+pytestmark = pytest.mark.usefixtures("own_signals")
+
 SHORT = {"eval__limit": 2, "eval__max_new_tokens": 4, "eval__batch_size": 4}
-
-
-@pytest.fixture(autouse=True)
-def own_signals():
-    """A run takes SIGTERM and Ctrl-C over for its process; pytest gets them back."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in kept.items():
-        signal.signal(number, handler)
 
 
 def save(root, name, size, **changes):

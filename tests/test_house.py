@@ -20,7 +20,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # the parts not at all
 ROWS = (
     ("main",),
-    ("train", "plan", "bench", "infer", "evaluate", "ablate", "analyze"),
+    ("train", "plan", "bench", "bench_torch", "infer", "evaluate", "ablate", "analyze"),
     ("build", "config"),
     ("training", "evals", "analysis", "checkpoint", "metrics"),
     ("model", "generate"),

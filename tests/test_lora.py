@@ -80,15 +80,7 @@ def test_merged_equals_unmerged(name, layers, rslora):
 def test_cached_generation_equals_uncached(name, layers, cal, unstacked, monkeypatch):
     monkeypatch.setattr(loop, "worth_unstacking", lambda *_: unstacked)
     adapted = model(name, layers, cal)
-    params, prompts = tiny.params(adapted), tiny.conversations((9, 12, 7, 13))
-    replies = loop.generate(adapted, params, prompts, max_new_tokens=4, stop_ids=[], pad_id=0)
-    run = jax.jit(adapted.logits)
-    for prompt, reply in zip(prompts, replies, strict=True):
-        tokens, system = prompt.tokens, prompt.system
-        for token in reply.tokens:
-            logits = run(params, tiny.packed([[tiny.Conversation(tokens, system)]], 20))[0, len(tokens) - 1]
-            assert int(logits.argmax()) == token
-            tokens, system = np.append(tokens, np.int32(token)), np.append(system, False)
+    tiny.assert_cached_equals_uncached(adapted, tiny.params(adapted), new_tokens=4)
 
 
 def test_the_frozen_part_ends_where_lora_begins():

@@ -15,21 +15,14 @@ from calyrex_jax.training import sft
 from tests import tiny_runs
 from tests.tiny_runs import make_config
 
+pytestmark = pytest.mark.usefixtures("own_signals")
+
 VARIANTS = {
     "plain": {},
     "packed": {"data__packing": True},
     "cached": {"data__prefix_cache": "float32"},
     "cached-packed": {"data__prefix_cache": "float32", "data__packing": True},
 }
-
-
-@pytest.fixture(autouse=True)
-def own_signals():
-    """A run takes SIGTERM and Ctrl-C over for its process; pytest gets them back."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in kept.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +80,7 @@ KILLED = """
 import os, signal, time
 from pathlib import Path
 from calyrex_jax.metrics import Metrics
+
 log = Metrics.log
 def logged(self, step, values):
     log(self, step, values)

@@ -15,6 +15,7 @@ from calyrex_jax.backbones.spec import DecoderSpec
 from calyrex_jax.core import trees
 from calyrex_jax.core.lowrank import LowRank
 from calyrex_jax.core.types import Batch, slots
+from calyrex_jax.generate import loop
 from calyrex_jax.model import Model
 from calyrex_jax.weights import peft
 
@@ -151,3 +152,16 @@ def packed(rows, length, width=8, left_pad=False):
             positions[row, here], segments[row, here] = np.arange(len(conversation.tokens)), segment
             at = here.stop
     return Batch(tokens, positions, segments, system, np.zeros(shape, bool), slots(system, width))
+
+
+def assert_cached_equals_uncached(model: Model, params, new_tokens: int) -> None:
+    """Every greedily generated token is the most probable one of a whole forward pass over what stands before it."""
+    prompts = conversations((9, 12, 7, 13))
+    replies = loop.generate(model, params, prompts, max_new_tokens=new_tokens, stop_ids=[], pad_id=0)
+    run = jax.jit(model.logits)
+    for prompt, reply in zip(prompts, replies, strict=True):
+        tokens, system = prompt.tokens, prompt.system
+        for token in reply.tokens:
+            logits = run(params, packed([[Conversation(tokens, system)]], 20))[0, len(tokens) - 1]
+            assert int(logits.argmax()) == token
+            tokens, system = np.append(tokens, np.int32(token)), np.append(system, False)

@@ -173,7 +173,7 @@ def run_layers(
             carry = step(carry, layer, layers[layer], changes(layer))
     elif stop - start == 1:
         # XLA would unroll a loop of one step, then merge what the backward pass recomputes with the forward's own
-        # with a cache, nothing to differentiate: an index that XLA cannot see is taken by both cores, a constant one by one
+        # while decoding, XLA's CPU backend copies a layer faster by an index that it cannot see than by a constant
         index = start if cache is None else jax.lax.optimization_barrier(jnp.int32(start))
         carry = step(carry, start, jax.tree.map(lambda leaf: take_layer(leaf, index), layers), changes(start))
     else:

@@ -89,7 +89,10 @@ class PrefixStore:
         if not store._is_whole(text):
             return None
         store._map()
-        return None if store.missing() else store
+        if not store.missing():
+            return store
+        store.close()
+        return None
 
     @classmethod
     def _named(cls, directory, key: dict, lengths: Sequence[int], embed_dim: int, dtype: str) -> tuple[PrefixStore, str]:

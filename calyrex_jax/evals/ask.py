@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from calyrex_jax.core.types import Tree, bucket
 from calyrex_jax.data import chat
@@ -56,22 +57,12 @@ class ModelAsk:
 
     def generate(self, conversations: Sequence[Messages], max_new_tokens: int) -> Iterator[tuple[int, Answer]]:
         """(index, greedy reply) in the order in which they are made."""
-        tokenizer = self.reader.tokenizer
         prompts = [self.reader.encode(messages) for messages in conversations]
         for rows, chosen in self.batches([len(p.tokens) for p in prompts], max_new_tokens):
-            replies = loop.stream(
-                self.model,
-                self.params,
-                [prompts[index] for index in chosen],
-                max_new_tokens=max_new_tokens,
-                stop_ids=self.stop_ids,
-                pad_id=tokenizer.pad_id,
-                batch_size=rows,
-                vocab_limit=tokenizer.vocab_size,
-                progress=self.progress(),
-            )
+            options = self.options(rows, max_new_tokens)
+            replies = loop.stream(self.model, self.params, [prompts[index] for index in chosen], **options)
             for index, reply in zip(chosen, replies):
-                yield index, Answer(tokenizer.decode(reply.text_tokens), reply.finish_reason)
+                yield index, self.answer(reply)
 
     def score(self, conversations: Sequence[Messages]) -> Iterator[tuple[int, Scored]]:
         """(index, log-probabilities) in the order in which they are made."""
@@ -87,6 +78,22 @@ class ModelAsk:
             )
             for index, logprobs in zip(chosen, scored):
                 yield index, Scored(examples[index].tokens, logprobs, examples[index].targets)
+
+    def options(self, rows: int, max_new_tokens: int) -> dict[str, Any]:
+        """What `loop.stream` and `loop.stream_compare` are told alike."""
+        tokenizer = self.reader.tokenizer
+        return {
+            "max_new_tokens": max_new_tokens,
+            "stop_ids": self.stop_ids,
+            "pad_id": tokenizer.pad_id,
+            "batch_size": rows,
+            "vocab_limit": tokenizer.vocab_size,
+            "progress": self.progress(),
+        }
+
+    def answer(self, reply: loop.Reply) -> Answer:
+        """A reply as tasks read it."""
+        return Answer(self.reader.tokenizer.decode(reply.text_tokens), reply.finish_reason)
 
     def batches(self, lengths: Sequence[int], new_tokens: int) -> Iterator[tuple[int, list[int]]]:
         """(rows a batch, indices from the longest to the shortest): runs of conversations that get as many rows."""
@@ -112,26 +119,17 @@ def generate_together(
 ) -> Iterator[tuple[int, dict[str, Answer]]]:
     """(index, {name: greedy reply}) of several models whose adapters begin at the same boundary, which read a prompt once."""
     first = next(iter(asks.values()))
-    tokenizer = first.reader.tokenizer
     prompts = [first.reader.encode(messages) for messages in conversations]
     for rows, chosen in first.batches([len(p.tokens) for p in prompts], max_new_tokens):
         replies = loop.stream_compare(
             {name: (ask.model, ask.params["adapters"]) for name, ask in asks.items()},
             first.params["backbone"],
             [prompts[index] for index in chosen],
-            max_new_tokens=max_new_tokens,
-            stop_ids=first.stop_ids,
-            pad_id=tokenizer.pad_id,
-            batch_size=rows,
-            vocab_limit=tokenizer.vocab_size,
-            progress=first.progress(),
+            **first.options(rows, max_new_tokens),
         )
         for found in replies:
             (row,) = {reply.row for reply in found.values()}
-            yield (
-                chosen[row],
-                {name: Answer(tokenizer.decode(r.text_tokens), r.finish_reason) for name, r in found.items()},
-            )
+            yield chosen[row], {name: first.answer(reply) for name, reply in found.items()}
 
 
 def rows_for(length: int, batch_size: int, batch_tokens: int) -> int:

@@ -7,7 +7,6 @@ from calyrex_jax.adapters.api import Site
 from calyrex_jax.adapters.parallel_mlp import ParallelMlpConfig, matched_width
 from calyrex_jax.core import trees
 from calyrex_jax.core.errors import UserError
-from calyrex_jax.generate import loop
 from calyrex_jax.model import Model
 from tests import tiny
 
@@ -84,15 +83,7 @@ def test_gated_it_changes_nothing_without_a_system_prompt():
 @pytest.mark.parametrize("gate", [False, True])
 def test_cached_generation_equals_uncached(gate):
     adapted = model(gate_by_span=gate)
-    params, prompts = tiny.params(adapted), tiny.conversations((9, 12, 7, 13))
-    replies = loop.generate(adapted, params, prompts, max_new_tokens=5, stop_ids=[], pad_id=0)
-    run = jax.jit(adapted.logits)
-    for prompt, reply in zip(prompts, replies, strict=True):
-        tokens, system = prompt.tokens, prompt.system
-        for token in reply.tokens:
-            logits = run(params, tiny.packed([[tiny.Conversation(tokens, system)]], 20))[0, len(tokens) - 1]
-            assert int(logits.argmax()) == token
-            tokens, system = np.append(tokens, np.int32(token)), np.append(system, False)
+    tiny.assert_cached_equals_uncached(adapted, tiny.params(adapted), new_tokens=5)
 
 
 @pytest.mark.parametrize(

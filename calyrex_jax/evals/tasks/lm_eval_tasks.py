@@ -280,7 +280,7 @@ def _evaluated(lm, tasks: Sequence, groups: Sequence[Sequence[Item]], prompting:
 
     out = lm_eval.simple_evaluate(
         lm,
-        task_manager=TaskManager(include_defaults=False),  # the index of all of lm-eval's tasks takes ten seconds
+        task_manager=TaskManager(include_defaults=False),  # the index of all of lm-eval's tasks takes some seconds
         tasks=list(tasks),
         log_samples=True,
         bootstrap_iters=0,

@@ -78,7 +78,16 @@ class LongContextTask:
 
     def judge(self, item: Item, reply: str) -> tuple[Score, ...]:
         """The scores of one reply."""
-        return _judge(item, reply)
+        base: rules.Item = item.judge
+        verdict = rules.check(base, reply)
+        cell = f"{item.detail['distance']} tokens"
+        names = dict.fromkeys((cell, f"{cell}/{place(base.rule)}", f"{cell}/{base.cell}", f"{cell}/by rule/{base.rule}"))
+        return (
+            Score("adherence", verdict.follows),
+            *(Score(name, verdict.follows) for name in names),
+            Score(f"{cell}/answers", verdict.answered),
+            Score(f"{cell}/follows and answers", verdict.follows and verdict.answered),
+        )
 
     def curves(self, cells: Iterable[str]) -> list[Curve]:
         """Adherence against distance: all rules, those about the beginning, those about the end."""
@@ -97,16 +106,3 @@ def place(rule: str) -> str:
     if kinds <= {"begin", "json", "upper", "lower"}:
         return "begin"
     return "end" if kinds == {"end"} else "other"
-
-
-def _judge(item: Item, reply: str) -> tuple[Score, ...]:
-    base: rules.Item = item.judge
-    verdict = rules.check(base, reply)
-    cell = f"{item.detail['distance']} tokens"
-    names = dict.fromkeys((cell, f"{cell}/{place(base.rule)}", f"{cell}/{base.cell}", f"{cell}/by rule/{base.rule}"))
-    return (
-        Score("adherence", verdict.follows),
-        *(Score(name, verdict.follows) for name in names),
-        Score(f"{cell}/answers", verdict.answered),
-        Score(f"{cell}/follows and answers", verdict.follows and verdict.answered),
-    )

@@ -47,18 +47,14 @@ class RulesTask:
 
     def judge(self, item: Item, reply: str) -> tuple[Score, ...]:
         """The scores of one reply."""
-        return _judge(item, reply)
+        held_out: rules.Item = item.judge
+        verdict = rules.check(held_out, reply)
+        names = [held_out.cell, f"{held_out.cell}/{held_out.rule}"]
+        if held_out.constraints:
+            names.append(f"by rule/{held_out.rule}")
+        over_all = (Score("adherence", verdict.follows),) if held_out.constraints else ()
+        return (*over_all, Score("answers", verdict.answered), *(Score(name, verdict.follows) for name in names))
 
     def curves(self, cells: Iterable[str]) -> list[Curve]:
         """None."""
         return []
-
-
-def _judge(item: Item, reply: str) -> tuple[Score, ...]:
-    held_out: rules.Item = item.judge
-    verdict = rules.check(held_out, reply)
-    names = [held_out.cell, f"{held_out.cell}/{held_out.rule}"]
-    if held_out.constraints:
-        names.append(f"by rule/{held_out.rule}")
-    over_all = (Score("adherence", verdict.follows),) if held_out.constraints else ()
-    return (*over_all, Score("answers", verdict.answered), *(Score(name, verdict.follows) for name in names))
