@@ -10,6 +10,9 @@ from calyrex_jax.adapters.cal import Cal, CalConfig
 from calyrex_jax.adapters.lora import Lora
 from calyrex_jax.adapters.parallel_mlp import ParallelMlp, ParallelMlpConfig
 from calyrex_jax.adapters.placement import boundaries
+from calyrex_jax.adapters.svgt import Svgt
+from calyrex_jax.adapters.value_bridge import BridgeConfig
+from calyrex_jax.adapters.value_space import ValueSpaceConfig
 from calyrex_jax.backbones import decoder
 from calyrex_jax.backbones.spec import DecoderSpec
 from calyrex_jax.core import trees
@@ -107,6 +110,13 @@ def lora(spec, rank, alpha=6.0, layers=None, ranks=None, **changes):
     layers = range(spec.num_layers) if layers is None else layers
     each = tuple((kind, (ranks or {}).get(kind, rank)) for kind in shapes)
     return Lora(LowRank(each, alpha, layers.start, layers.stop, **changes), tuple(shapes.items()))
+
+
+def svgt(spec, layer=1, tokens=3, refresh_every=2, momentum=0.5, **changes):
+    """A value space of width 12 and a bridge; `changes` go to the value space."""
+    value = ValueSpaceConfig(**{"embed_dim": spec.embed_dim, "value_dim": 12, "num_heads": 3} | changes)
+    bridge = BridgeConfig(spec.embed_dim, value.value_dim, tokens, num_heads=spec.num_heads)
+    return Svgt(value, bridge, layer, refresh_every, momentum)
 
 
 def perturbed(tree, seed=1, size=0.3):

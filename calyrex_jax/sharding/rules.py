@@ -53,6 +53,24 @@ ADAPTER_RULES = (
     (r"lora/mlp/w_(gate|up)/b", P(None, None, "tensor")),
     (r"lora/mlp/w_down/a", P(None, "tensor", None)),
     (r"lora/(attn/w_o|mlp/w_down)/b", P(None, None, "fsdp")),
+    # a few maps of the value space's width: smaller than what it would cost to gather them
+    (r"svgt/value_space/(response|conditional/prompt)/(kernel|bias)", P()),
+    (r"svgt/value_space/(encoder_[01]|conditional)/attn/(query|key|value|out)/kernel", P()),
+    (r"svgt/value_space/(encoder_[01]|conditional)/attn/(query|value|out)/bias", P()),
+    (r"svgt/value_space/(encoder|aggregate)_[01]/rest/(up|down)/(kernel|bias)", P()),
+    (r"svgt/value_space/(encoder|aggregate)_[01]/rest/(attn|mlp)_norm/(scale|bias)", P()),
+    (r"svgt/value_space/aggregate_[01]/(value|out)/(kernel|bias)", P()),
+    (r"svgt/value_space/aggregate/map/(kernel|bias)", P()),
+    (r"svgt/value_space/(aggregate|conditional)/norm/(scale|bias)", P()),
+    (r"svgt/value_space/(conditional/strength|pool)", P()),
+    (r"svgt/value_space/discriminator/(hidden|out)/(kernel|bias)", P()),
+    # D x D; heads stay whole, for they are few and need not be the backbone's
+    (r"svgt/bridge/attn/(query|key|value)/kernel", P("fsdp", None, None)),
+    (r"svgt/bridge/attn/out/kernel", P(None, None, "fsdp")),
+    (r"svgt/bridge/lift_(hidden|out)/kernel", P(None, "fsdp")),
+    (r"svgt/bridge/(attn/(query|value|out)|lift_hidden|lift_out)/bias", P()),
+    (r"svgt/bridge/norm/(scale|bias)", P()),
+    (r"svgt/bridge/(seeds|strength)", P()),
 )
 
 

@@ -41,6 +41,10 @@ def gpt2_adapter_leaves():
     return {"lora": jax.eval_shape(tiny.lora(tiny.spec("gpt2"), 3).init, jax.random.key(0))}
 
 
+def svgt_leaves(**changes):
+    return {"svgt": jax.eval_shape(tiny.svgt(tiny.spec(), **changes).init, jax.random.key(0))}
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "biased"])
 def test_every_backbone_leaf_has_one_rule(name):
     tree = leaves_of("llama", **BIASED) if name == "biased" else leaves_of(name)
@@ -54,7 +58,8 @@ def test_every_rule_has_a_leaf():
     paths = {path for tree in (leaves_of("llama", **BIASED), leaves_of("gpt2")) for path in trees.flatten(tree)}
     for pattern, _ in rules.BACKBONE_RULES:
         assert any(re.fullmatch(pattern, path) for path in paths), pattern
-    paths = {*trees.flatten(adapter_leaves()), *trees.flatten(gpt2_adapter_leaves())}
+    made = adapter_leaves(), gpt2_adapter_leaves(), svgt_leaves(), svgt_leaves(pooling="attention", aggregate="blocks")
+    paths = {path for tree in made for path in trees.flatten(tree)}
     for pattern, _ in rules.ADAPTER_RULES:
         assert any(re.fullmatch(pattern, path) for path in paths), pattern
 
@@ -77,6 +82,8 @@ def test_matrices_are_sharded_both_ways_and_never_over_layers():
     assert cal["lora/mlp/w_down/a"] == P(None, "tensor", None) and cal["lora/mlp/w_down/b"] == P(None, None, "fsdp")
     gpt2 = trees.flatten(rules.specs(gpt2_adapter_leaves(), rules.ADAPTER_RULES, mesh_of(fsdp=2, tensor=2)))
     assert gpt2["lora/attn/w_qkv/b"] == P(None, None, None, "tensor", None)
+    svgt = trees.flatten(rules.specs(svgt_leaves(), rules.ADAPTER_RULES, mesh_of(fsdp=2, tensor=2)))
+    assert svgt["svgt/bridge/attn/query/kernel"] == P("fsdp", None, None) and svgt["svgt/bridge/seeds"] == P()
 
 
 def test_fewer_key_value_heads_than_shards_are_replicated():
