@@ -17,8 +17,10 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from calyrex_jax import checkpoint, metrics
-from calyrex_jax.adapters import cal, lora, parallel_mlp, placement
+from calyrex_jax.adapters import cal, lora, parallel_mlp, placement, svgt
 from calyrex_jax.adapters.api import Adapter
+from calyrex_jax.adapters.value_bridge import BridgeConfig
+from calyrex_jax.adapters.value_space import ValueSpaceConfig
 from calyrex_jax.backbones import decoder
 from calyrex_jax.backbones.spec import DecoderSpec
 from calyrex_jax.config import as_dict
@@ -70,7 +72,7 @@ def open_run(config: ConfigDict) -> Run:
         special_text=chat.special_text,
     )
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    model = Model(spec, adapters(config, spec))
+    model = Model(spec, adapters(config, spec), make_svgt(config, spec) if config.svgt.enabled else None)
     tokenizer = load_tokenizer(source.path, source.kind, source.generation_config, source.config)
     return Run(config, source, spec, tokenizer, policy, model, mesh, jnp.dtype(config.backbone.dtype))
 
@@ -162,6 +164,29 @@ def agree(theirs: LowRank, ours: LowRank, directory: str) -> None:
             raise UserError(
                 f"config.lora.{name} gives {asked}, but {directory} was saved with {saved}; set config.lora.{name}={value}"
             )
+
+
+def make_svgt(config: ConfigDict, spec: DecoderSpec) -> svgt.Svgt:
+    """SVGT on a backbone; UserError for what cannot work with it or with the other adapters."""
+    c = config.svgt
+    if "cal" in config.adapter.name and config.cal.keys_from == "all":
+        raise UserError(
+            "config.cal.keys_from=all cannot be guided: its keys would hold every bridge that ever was; set cal.keys_from=span"
+        )
+    layer = svgt.default_layer(spec.num_layers) if c.layer == -1 else c.layer
+    svgt.check_layer(layer, spec.num_layers)
+    value = ValueSpaceConfig(
+        embed_dim=spec.embed_dim,
+        value_dim=c.value_dim,
+        num_heads=c.num_heads,
+        pooling=c.pooling,
+        aggregate=c.aggregate,
+        causal=c.causal,
+        step=float(c.step),
+        dropout=float(c.dropout),
+    )
+    bridge = BridgeConfig(spec.embed_dim, c.value_dim, c.num_bridge_tokens, c.num_bridge_heads or spec.num_heads)
+    return svgt.Svgt(value, bridge, layer, c.refresh_every, float(c.momentum))
 
 
 MAKERS = {"cal": make_cal, "parallel_mlp": make_parallel_mlp, "lora": make_lora}
@@ -281,29 +306,50 @@ def taken_over(spec: DecoderSpec, layers: Tree, blocks: Tree) -> Tree:
 
 
 def restored(run: Run, workdir: Path, like: Tree) -> tuple[int, Tree]:
-    """(step, adapters) from the newest checkpoint of a run's directory.
+    """(step, adapters) from the newest checkpoint of a run's directory; SVGT from its latest stage's best one.
 
     Raises UserError where there is none, or where it was trained with another backbone, placement or block.
     """
-    saved = checkpoint.Checkpoints(workdir / "checkpoints", keep=None, config=as_dict(run.config))
-    if saved.latest_step() is None:
-        raise UserError(
-            f"{workdir}: no finished checkpoint in {workdir / 'checkpoints'}; train there first or name another directory"
-        )
-    return saved.restore_trainable(like)
+    step, found = 0, {}
+    for place, part in _places(workdir, like):
+        saved = None if place is None else _reading(run, place)
+        if saved is None or saved.latest_step() is None:
+            raise UserError(
+                f"{workdir}: no finished checkpoint in {workdir / 'checkpoints'}; train there first or name another directory"
+            )
+        step, leaves = saved.restore_trainable(part)
+        found |= leaves
+    return step, {name: found[name] for name in like}
+
+
+def _places(workdir: Path, like: Tree) -> list[tuple[Path | None, Tree]]:
+    """Where a run's directory has the adapters of `like`, and which of them; None for SVGT where no stage is finished."""
+    others = {name: tree for name, tree in like.items() if name != "svgt"}
+    places: list[tuple[Path | None, Tree]] = [(workdir / "checkpoints", others)] if others else []
+    return [*places, (latest_stage(workdir), {"svgt": like["svgt"]})] if "svgt" in like else places
+
+
+def latest_stage(workdir: Path) -> Path | None:
+    """The directory of the best checkpoint of the last stage of SVGT's curriculum that has one."""
+    found = (workdir / f"stage{number}" / "best" for number in (3, 2, 1))
+    return next((place for place in found if place.is_dir() and any(p.name.isdigit() for p in place.iterdir())), None)
+
+
+def _reading(run: Run, place: Path) -> checkpoint.Checkpoints:
+    return checkpoint.Checkpoints(place, keep=None, config=as_dict(run.config))
 
 
 def trained_adapters(run: Run, workdir: Path) -> Tree:
     """What score, generate and eval use: the newest checkpoint in `workdir`, or the adapter as initialised, said in one line."""
     tree = brought_adapters(run)
-    if not tree:
-        return tree
-    saved = checkpoint.Checkpoints(workdir / "checkpoints", keep=None, config=as_dict(run.config))
-    if saved.latest_step() is not None:
-        step, tree = saved.restore_trainable(tree)
-        print(f"adapter {'+'.join(tree)}: checkpoint of step {step} in {workdir}", file=sys.stderr, flush=True)
-    elif not run.config.adapter.init_from:
-        print(
-            f"adapter {'+'.join(tree)}: no checkpoint in {workdir}; running it as initialised", file=sys.stderr, flush=True
-        )
+    brought = init_from(run.config)
+    for place, part in _places(workdir, tree):
+        names = "+".join(part)
+        if place is not None and (saved := _reading(run, place)).latest_step() is not None:
+            step, leaves = saved.restore_trainable(part)
+            tree |= leaves
+            shown = workdir if place.parent == workdir else place.parent
+            print(f"adapter {names}: checkpoint of step {step} in {shown}", file=sys.stderr, flush=True)
+        elif not brought:
+            print(f"adapter {names}: no checkpoint in {workdir}; running it as initialised", file=sys.stderr, flush=True)
     return tree

@@ -52,8 +52,24 @@ OPTIMIZER_FIELDS = tuple(
         "freeze",
     )
 )
-# what an adapter started from is no property of the trained one
-START_FIELDS = frozenset({"cal.init"})
+# what an adapter started from, and how it is used, is no property of the trained one
+START_FIELDS = frozenset({"cal.init", "svgt.enabled", "svgt.stages", "svgt.refresh_every", "svgt.momentum", "svgt.step"})
+# the fields that a trained adapter must be used with, where not all of its group
+PROPERTIES = {
+    "svgt": tuple(
+        f"svgt.{name}"
+        for name in (
+            "layer",
+            "value_dim",
+            "num_heads",
+            "pooling",
+            "aggregate",
+            "causal",
+            "num_bridge_tokens",
+            "num_bridge_heads",
+        )
+    )
+}
 RESUME_FIELDS = (*BACKBONE_FIELDS, "adapter.name", "adapter.placement", *OPTIMIZER_FIELDS)
 # what decides which leaves an adapter has and how large they are; baselines take their size from CAL's fields
 SHAPE_FIELDS = ("adapter.placement", "cal")
@@ -223,7 +239,8 @@ class Checkpoints:
 
         Raises UserError where they were trained on another backbone or with other fields of their own.
         """
-        changed = config_differences(self.saved_config(), self.config, (*BACKBONE_FIELDS, *trainable))
+        fields = [field for name in trainable for field in PROPERTIES.get(name, (name,))]
+        changed = config_differences(self.saved_config(), self.config, (*BACKBONE_FIELDS, *fields))
         if changed:
             raise UserError(f"checkpoint in {self.directory}: {'; '.join(changed)}; set it back to use these adapters")
         step, found = self._restore_adapters(trainable)

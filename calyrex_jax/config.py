@@ -29,6 +29,7 @@ def default_config() -> ConfigDict:
     config.backbone.dtype = "float32"  # or bfloat16
 
     _adapter_fields(config)
+    _svgt_fields(config)
 
     config.chat = ConfigDict()
     config.chat.template = ""  # "": the tokenizer's own; "plain"; or the path of a Jinja file
@@ -150,6 +151,46 @@ def _adapter_fields(config: ConfigDict) -> None:
     config.lora.layers = "all"  # or a range such as "22-29", or late8th, late4th, mid8th, early8th, last
 
 
+def _svgt_fields(config: ConfigDict) -> None:
+    """SVGT: the value space, the bridge, guided decoding, and the curriculum that trains them."""
+    svgt = config.svgt = ConfigDict()
+    svgt.enabled = False  # guides --mode=generate and eval; --mode=train then runs the curriculum instead of the adapter's
+    svgt.layer = -1  # l*, from 0, whose output is judged; -1: L // 2 where L > 20, else L - 3
+    svgt.value_dim = 128
+    svgt.num_heads = 4  # of the value space's attention
+    svgt.pooling = "last"  # or attention
+    svgt.aggregate = "mlp"  # or blocks: two transformer blocks
+    svgt.causal = True  # False: the whole reply gives one score, as published; decoding is slower then
+    svgt.step = 1.0  # η of the correction
+    svgt.dropout = 0.1  # in training
+    svgt.num_bridge_tokens = 5  # K
+    svgt.num_bridge_heads = 0  # 0: the backbone's query heads
+    svgt.refresh_every = 5  # R: tokens from one refresh of the bridge to the next
+    svgt.momentum = 0.8  # β: the share of the old bridge that a refresh keeps
+
+    svgt.stages = "1,2,3"  # what --mode=train runs; a later stage alone starts from an earlier one's best checkpoint
+    svgt.data = ""  # stages 1 and 2: jsonl:FILE, wildguardmix:PATH, beavertails:PATH, jigsaw:FILE, toxigen:PATH, or privacy
+    svgt.size = 4000  # examples to generate; privacy only
+    svgt.safe_data = ""  # stage 3: FILE.jsonl of conversations, or privacy; "": the safe replies of svgt.data
+    svgt.validation = 0.1  # share of the data that judges checkpoints
+    svgt.max_length = 512  # tokens, half of them for the prompt; longer examples are dropped, and counted
+    svgt.cache = "float32"  # states at l* on disk for stages 1 and 2: off, float32, bfloat16
+    svgt.dense = True  # stages 1 and 2: the label at every prefix of the reply; False: at its end alone
+    svgt.safe_loss = "dense"  # stage 3: the score at every position from the trigger on; or last
+    svgt.lambda_ce = 0.5
+    svgt.lambda_safe = 2.0
+    svgt.lambda_reg = 0.1
+    svgt.late_triggers = 0.5  # stage 3: how often the trigger is a random position of the reply, not the prompt's last
+    svgt.weight_decay = 1e-5
+    for number, (rate, batch, epochs) in enumerate(((1e-4, 16, 5), (5e-4, 16, 5), (5e-4, 4, 5)), start=1):
+        stage = svgt[f"stage{number}"] = ConfigDict()
+        stage.learning_rate = rate
+        stage.batch_size = batch
+        stage.epochs = epochs
+        stage.clip_norm = 1.0
+    svgt.stage2.old_learning_rate = 1e-5  # of what stage 1 trained
+
+
 def check(config: ConfigDict) -> None:
     """Raises UserError for the first field that is unknown, missing, of the wrong type, or outside its choices."""
 
@@ -180,6 +221,10 @@ def check(config: ConfigDict) -> None:
         "eval.after_training": ("", "rules"),
         "eval.filler": ("turns", "passage"),
         "ablate.match": ("width", "parameters"),
+        "svgt.pooling": ("last", "attention"),
+        "svgt.aggregate": ("mlp", "blocks"),
+        "svgt.cache": ("off", "float32", "bfloat16"),
+        "svgt.safe_loss": ("dense", "last"),
     }
     for field, known in choices.items():
         group, name = field.split(".")

@@ -93,10 +93,12 @@ def _replies(opened: build.Run, params, conversations, examples, where, show: Me
             progress=lambda done, _: bar.update(done - bar.done),
         )
         for (_, conversation), reply in zip(conversations, replies):
+            harm = {} if opened.model.svgt is None else {"harm": list(reply.harm)}
             yield conversation | {
                 "completion": opened.tokenizer.decode(reply.text_tokens),
                 "tokens": list(reply.tokens),
                 "finish_reason": reply.finish_reason,
+                **harm,
             }
 
 

@@ -10,17 +10,23 @@ result `prefix` computes once and without residuals.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from calyrex_jax import guidance
 from calyrex_jax.adapters.api import Adapter, LayerAdapter, Site, boundary_key
+from calyrex_jax.adapters.svgt import Svgt
 from calyrex_jax.backbones import decoder
 from calyrex_jax.backbones.cache import Cache, extend, init_cache
 from calyrex_jax.backbones.spec import DecoderSpec
 from calyrex_jax.core.lowrank import Deltas
+from calyrex_jax.core.numerics import settle
 from calyrex_jax.core.types import Array, Batch, Tree
 
 
@@ -31,21 +37,28 @@ class DecodeState:
     cache      the backbone's keys and values
     adapters   {name: {boundary_26: state}}
     position   [B] int32, the position of each row's next token
-    total      [B] int32, prompt and new tokens together: the length that fixes a dynamic rotary base
+    total      [B] int32, prompt, bridge and new tokens together: the length that fixes a dynamic rotary base
+    guide      with SVGT, what guided decoding carries
     """
 
     cache: Cache
     adapters: Tree
     position: Array
     total: Array
+    guide: guidance.Guide | None = None
 
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder and the adapters on its residual stream; all methods are pure functions of `params`."""
+    """A decoder and the adapters on its residual stream; all methods are pure functions of `params`.
+
+    svgt  guides generation (`prefill`, `decode`); whole sequences (`hidden`) are not guided. Its leaves are
+          params["adapters"]["svgt"]
+    """
 
     spec: DecoderSpec
     adapters: tuple[Adapter, ...] = ()
+    svgt: Svgt | None = None
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -68,14 +81,21 @@ class Model:
         return tuple(sorted({*self.boundaries, *ends}))
 
     @property
+    def bridge_slots(self) -> int:
+        """Slots and positions that generation needs beside prompt and reply."""
+        return 0 if self.svgt is None else self.svgt.bridge_config.num_tokens
+
+    @property
     def first_boundary(self) -> int:
         """The first boundary behind which anything is trained; L where nothing is."""
-        return min(self.stops, default=self.spec.num_layers)
+        guided = () if self.svgt is None else (self.svgt.boundary,)
+        return min((*self.stops, *guided), default=self.spec.num_layers)
 
     def init_adapters(self, key: jax.Array) -> Tree:
         """Fresh trainable parameters {name: {boundary_26: {leaf: array}}}; the adapted model equals the backbone."""
-        keys = jax.random.split(key, max(len(self.adapters), 1))
-        return {adapter.name: adapter.init(k) for adapter, k in zip(self.adapters, keys)}
+        parts = (*self.adapters, *(() if self.svgt is None else (self.svgt,)))
+        keys = jax.random.split(key, max(len(parts), 1))
+        return {part.name: part.init(k) for part, k in zip(parts, keys)}
 
     def prefix(self, backbone: Tree, batch: Batch, start: int = 0) -> jax.Array:
         """Hidden states at the first boundary, [B, T, D]: a function of the frozen backbone alone.
@@ -93,16 +113,10 @@ class Model:
         """States after the final norm, [B, T, D]; `prefix` spares the layers below the first boundary, `key` is dropout's."""
         backbone = params["backbone"]
         x = self.prefix(backbone, batch) if prefix is None else jnp.asarray(prefix, backbone["embed"]["tokens"].dtype)
-        context = decoder.make_context(self.spec, batch.positions, batch.segments)
-        deltas = self._deltas(params, key)
-        layer, outputs = self.first_boundary, decoder.head_rows(backbone, batch.tokens)
-        for boundary in self.stops:
-            x, _ = decoder.run_layers(self.spec, backbone["layers"], x, context, layer, boundary, deltas=deltas)
-            site = Site(x, outputs, batch.positions, batch.segments, batch.span, boundary)
-            for adapter, leaves in self._at(params["adapters"], boundary):
-                site = site.replace(x=adapter.apply(leaves, site))
-            x, layer = site.x, boundary
-        x, _ = decoder.run_layers(self.spec, backbone["layers"], x, context, layer, self.spec.num_layers, deltas=deltas)
+        stream = self._stream(params, x, batch)
+        x, _ = self._walk(
+            params, stream, self.first_boundary, self.spec.num_layers, _apply, deltas=self._deltas(params, key)
+        )
         return decoder.final_norm(self.spec, backbone, x)
 
     def frozen(self, backbone: Tree, batch: Batch, prefix: Array) -> jax.Array:
@@ -118,8 +132,7 @@ class Model:
 
     def prefill_prefix(self, backbone: Tree, batch: Batch, capacity: int, new_tokens: int) -> tuple[jax.Array, Cache]:
         """The part of `prefill` below the first boundary, which all adapters at these boundaries share."""
-        lengths = batch.segments.astype(bool).sum(-1).astype(jnp.int32)
-        context = decoder.make_context(self.spec, batch.positions, batch.segments, lengths + new_tokens)
+        context = decoder.make_context(self.spec, batch.positions, batch.segments, self._total(batch, new_tokens))
         cache = init_cache(self.spec, batch.tokens.shape[0], capacity, backbone["embed"]["tokens"].dtype)
         cache = extend(cache, batch.positions, batch.segments)
         x = decoder.embed(self.spec, backbone, batch.tokens, batch.positions)
@@ -128,67 +141,191 @@ class Model:
     def prefill(
         self, params: Tree, batch: Batch, capacity: int, new_tokens: int, prefix: tuple[Array, Cache] | None = None
     ) -> tuple[jax.Array, DecodeState]:
-        """Reads left-padded prompts: the last token's final state [B, D] and the state to decode from.
+        """Reads left-padded prompts: the state [B, D] that the reply's first token is read from, and what to decode from.
 
-        `capacity` slots must hold the padded prompt and `new_tokens` (the caller checks: a jitted write would clamp);
-        `prefix` is what `prefill_prefix` gave for the same arguments.
+        `capacity` slots must hold the padded prompt, `bridge_slots` and `new_tokens` (the caller checks: a jitted write would
+        clamp); `prefix` is what `prefill_prefix` gave for the same arguments.
         """
         backbone = params["backbone"]
         x, cache = self.prefill_prefix(backbone, batch, capacity, new_tokens) if prefix is None else prefix
-        lengths = batch.segments.astype(bool).sum(-1).astype(jnp.int32)
-        total = lengths + new_tokens
-        context = decoder.make_context(self.spec, batch.positions, batch.segments, total)
+        total = self._total(batch, new_tokens)
         states: Tree = {adapter.name: {} for adapter in self.adapters}
-        layer, outputs = self.first_boundary, decoder.head_rows(backbone, batch.tokens)
-        deltas = self._deltas(params)
-        for boundary in self.stops:
-            x, cache = decoder.run_layers(
-                self.spec, backbone["layers"], x, context, layer, boundary, cache, fill=True, deltas=deltas
-            )
-            site = Site(x, outputs, batch.positions, batch.segments, batch.span, boundary)
-            for adapter, leaves in self._at(params["adapters"], boundary):
-                x, state = adapter.prefill(leaves, site, capacity)
-                states[adapter.name][boundary_key(boundary)] = state
-                site = site.replace(x=x)
-            x, layer = site.x, boundary
-        # the remaining layers, and the final norm for the one state that is read
-        x, cache = decoder.run_layers(
-            self.spec, backbone["layers"], x, context, layer, self.spec.num_layers, cache, fill=True, deltas=deltas
-        )
-        x = decoder.final_norm(self.spec, backbone, x[:, -1:])[:, 0]
-        return x, DecodeState(cache=cache, adapters=states, position=lengths, total=total)
 
-    def decode(self, params: Tree, tokens: Array, state: DecodeState) -> tuple[jax.Array, DecodeState]:
-        """One token a row, [B] int32: its final state [B, D] and the next state."""
-        backbone = params["backbone"]
+        def block(adapter: Adapter, leaves: Tree, site: Site) -> jax.Array:
+            x, states[adapter.name][boundary_key(site.boundary)] = adapter.prefill(leaves, site, capacity)
+            return x
+
+        stream, layer, guide = self._stream(params, x, batch, total), self.first_boundary, None
+        deltas = self._deltas(params)
+        if self.svgt is not None:
+            x, cache = self._walk(params, stream, layer, self.svgt.boundary, block, cache, True, deltas)
+            guide = guidance.begin(self.svgt, params["adapters"]["svgt"], x, batch.segments, new_tokens)
+            cache = extend(cache, guide.positions, jnp.ones_like(guide.positions)).replace(start=cache.start)
+            stream, layer = self._with_bridge(stream.replace(x=x), guide, total, behind=True), self.svgt.boundary
+        x, cache = self._walk(params, stream, layer, self.spec.num_layers, block, cache, True, deltas)
+        x = decoder.final_norm(self.spec, backbone, x[:, -1:])[:, 0]
+        position = batch.segments.astype(bool).sum(-1).astype(jnp.int32) + self.bridge_slots
+        return x, DecodeState(cache=cache, adapters=states, position=position, total=total, guide=guide)
+
+    def decode(
+        self, params: Tree, tokens: Array, state: DecodeState, refresh: bool = False
+    ) -> tuple[jax.Array, DecodeState]:
+        """One token a row, [B] int32: its final state [B, D] and the next state.
+
+        refresh  with SVGT, on every R-th token: the bridge is made anew, in the same pass through the upper layers
+        """
         positions = state.position[:, None]
         segments = jnp.ones_like(positions)
         cache = extend(state.cache, positions, segments)
         context = decoder.make_context(self.spec, positions, segments, state.total)
-        x = decoder.embed(self.spec, backbone, tokens[:, None], positions)
+        x = decoder.embed(self.spec, params["backbone"], tokens[:, None], positions)
         states: Tree = {adapter.name: {} for adapter in self.adapters}
-        layer, outputs = 0, decoder.head_rows(backbone, tokens[:, None])
-        deltas = self._deltas(params)
-        no_span = jnp.zeros((tokens.shape[0], 0), jnp.int32)
-        for boundary in self.stops:
-            x, cache = decoder.run_layers(self.spec, backbone["layers"], x, context, layer, boundary, cache, deltas=deltas)
-            site = Site(x, outputs, positions, segments, no_span, boundary)
-            for adapter, leaves in self._at(params["adapters"], boundary):
-                key = boundary_key(boundary)
-                x, states[adapter.name][key] = adapter.decode(leaves, site, state.adapters[adapter.name][key])
-                site = site.replace(x=x)
-            x, layer = site.x, boundary
-        x, cache = decoder.run_layers(
-            self.spec, backbone["layers"], x, context, layer, self.spec.num_layers, cache, deltas=deltas
+
+        def block(adapter: Adapter, leaves: Tree, site: Site) -> jax.Array:
+            key = boundary_key(site.boundary)
+            x, states[adapter.name][key] = adapter.decode(leaves, site, state.adapters[adapter.name][key])
+            return x
+
+        outputs = decoder.head_rows(params["backbone"], tokens[:, None])
+        stream = _Stream(x, outputs, context, jnp.zeros((tokens.shape[0], 0), jnp.int32))
+        layer, guide, deltas = 0, state.guide, self._deltas(params)
+        if self.svgt is not None:
+            below = guidance.without_bridge(cache, guide)
+            x, below = self._walk(params, stream, layer, self.svgt.boundary, block, below, False, deltas)
+            cache, stream, layer = cache.replace(k=below.k, v=below.v), stream.replace(x=x), self.svgt.boundary
+            guide = guidance.remember(guide, x)
+            if refresh:
+                guide = guidance.refresh(self.svgt, params["adapters"]["svgt"], guide)
+                stream = self._with_bridge(stream, guide, state.total, behind=False)
+                cache = cache.replace(aside=guide.slot)
+        x, cache = self._walk(params, stream, layer, self.spec.num_layers, block, cache, False, deltas)
+        x = decoder.final_norm(self.spec, params["backbone"], x[:, -1:])[:, 0]
+        cache = cache.replace(aside=None)
+        return x, state.replace(cache=cache, adapters=states, position=state.position + 1, guide=guide)
+
+    def judged(self, params: Tree, dialogue: guidance.Dialogue) -> tuple[jax.Array, guidance.Judged]:
+        """States [B, P + T, D] at boundary l* + 1 of prompts and replies, and what the value space makes of them."""
+        stream = self._dialogue_stream(params, dialogue)
+        x, _ = self._walk(params, stream, 0, self.svgt.boundary, _apply, deltas=self._deltas(params))
+        return x, guidance.judge(self.svgt, params["adapters"]["svgt"]["value_space"], x, dialogue)
+
+    def guided(self, params: Tree, dialogue: guidance.Dialogue) -> tuple[jax.Array, guidance.Judged]:
+        """What `prefill` and `decode` compute while they write just these replies, in one pass.
+
+        Returns the final states [B, T, D] from which the reply's tokens are predicted, and what the value space saw.
+        """
+        x, judged = self.judged(params, dialogue)
+        starts = guidance.schedule(self.svgt, dialogue.reply.shape[1])
+        triggers = jnp.broadcast_to(jnp.asarray(starts, jnp.int32), (x.shape[0], len(starts)))
+        made = guidance.proposals(self.svgt, params["adapters"]["svgt"]["bridge"], judged, triggers)
+        _, final = self.above(params, dialogue, x, guidance.averaged(self.svgt, made), starts)
+        return final, judged
+
+    def above(
+        self, params: Tree, dialogue: guidance.Dialogue, x: Array, bridges: Array, starts: tuple[int, ...]
+    ) -> tuple[jax.Array, jax.Array]:
+        """The layers above l*, with bridges [B, V, K, D], bridge v in force from reply token starts[v] on.
+
+        x  [B, P + T, D] at boundary l* + 1
+        Returns the states at boundary l* + 2 in x's layout, [B, P + T, D], and the final states [B, T, D] from which the
+        reply's tokens are predicted.
+        """
+        stream = self._dialogue_stream(params, dialogue)
+        rows, versions, width, size = bridges.shape
+        prompt, reply = dialogue.prompt.shape[1], dialogue.reply.shape[1]
+        layout = guidance.Layout.of(prompt, reply, width, starts)
+        first = dialogue.prompt_mask.sum(-1)[:, None]
+        spots = jnp.tile(jnp.arange(width, dtype=jnp.int32), versions)[None]
+
+        def ordered(own: Array, bridge: Array) -> jax.Array:
+            return jnp.concatenate([own, bridge], axis=1)[:, layout.order]
+
+        flat = settle(bridges.reshape(rows, versions * width, size).astype(x.dtype))
+        positions = ordered(stream.context.positions, first + spots)
+        segments = ordered(stream.context.segments, jnp.ones_like(first + spots))
+        context = decoder.make_context(self.spec, positions, segments, self._dialogue_total(dialogue))
+        version, sees = (jnp.broadcast_to(a, positions.shape) for a in (layout.version, layout.sees))
+        context = context.replace(version=version, sees=sees)
+        stream = _Stream(ordered(x, flat), ordered(stream.outputs, jnp.zeros_like(flat)), context, stream.span)
+        walk = functools.partial(self._walk, params, block=_apply, deltas=self._deltas(params))
+        boundary = self.svgt.boundary
+        higher, _ = walk(stream, start=boundary, stop=boundary + 1)
+        final, _ = walk(stream.replace(x=higher), start=boundary + 1, stop=self.spec.num_layers)
+        final = decoder.final_norm(self.spec, params["backbone"], final[:, layout.read])
+        own = np.argsort(layout.order)[: prompt + reply]  # where each slot of x went
+        return higher[:, own], final
+
+    def _dialogue_stream(self, params: Tree, dialogue: guidance.Dialogue) -> _Stream:
+        batch = dialogue.batch(self.bridge_slots)
+        x = decoder.embed(self.spec, params["backbone"], batch.tokens, batch.positions)
+        return self._stream(params, x, batch, self._dialogue_total(dialogue))
+
+    def _dialogue_total(self, dialogue: guidance.Dialogue) -> jax.Array:
+        return (dialogue.prompt_mask.sum(-1) + dialogue.reply_mask.sum(-1) + self.bridge_slots).astype(jnp.int32)
+
+    def _stream(self, params: Tree, x: Array, batch: Batch, total: Array | None = None) -> _Stream:
+        context = decoder.make_context(self.spec, batch.positions, batch.segments, total)
+        return _Stream(x, decoder.head_rows(params["backbone"], batch.tokens), context, batch.span)
+
+    def _with_bridge(self, stream: _Stream, guide: guidance.Guide, total: Array, behind: bool) -> _Stream:
+        """The stream with the bridge's slots behind the prompt, or before a reply's token."""
+
+        def join(mine: Array, bridge: Array) -> jax.Array:
+            return jnp.concatenate([mine, bridge] if behind else [bridge, mine], axis=1)
+
+        positions = join(stream.context.positions, guide.positions)
+        segments = join(stream.context.segments, jnp.ones_like(guide.positions))
+        return _Stream(
+            join(stream.x, settle(guide.bridge.astype(stream.x.dtype))),
+            join(stream.outputs, jnp.zeros_like(guide.bridge, stream.outputs.dtype)),  # no token, so no row of the head
+            decoder.make_context(self.spec, positions, segments, total),
+            stream.span,
         )
-        x = decoder.final_norm(self.spec, backbone, x)[:, 0]
-        return x, state.replace(cache=cache, adapters=states, position=state.position + 1)
+
+    def _walk(
+        self,
+        params: Tree,
+        stream: _Stream,
+        start: int,
+        stop: int,
+        block: Callable[[Adapter, Tree, Site], jax.Array],
+        cache: Cache | None = None,
+        fill: bool = False,
+        deltas: Deltas | None = None,
+    ) -> tuple[jax.Array, Cache | None]:
+        """From boundary `start` to `stop`, through the layers and, before the layer behind each, the adapters' blocks.
+
+        What stands at `stop` itself belongs to the next walk, unless no layer is left.
+        """
+        run = functools.partial(decoder.run_layers, self.spec, params["backbone"]["layers"], context=stream.context)
+        x, layer, context = stream.x, start, stream.context
+        last = self.spec.num_layers
+        for boundary in (b for b in self.stops if start <= b < stop or b == stop == last):
+            x, cache = run(x, start=layer, stop=boundary, cache=cache, fill=fill, deltas=deltas)
+            site = Site(x, stream.outputs, context.positions, context.segments, stream.span, boundary)
+            for adapter in (adapter for adapter in self.adapters if boundary in adapter.boundaries):
+                leaves = params["adapters"][adapter.name][boundary_key(boundary)]
+                site = site.replace(x=block(adapter, leaves, site))
+            x, layer = site.x, boundary
+        return run(x, start=layer, stop=stop, cache=cache, fill=fill, deltas=deltas)
+
+    def _total(self, batch: Batch, new_tokens: int) -> jax.Array:
+        """[B] int32: how many positions each row will have taken in the end."""
+        return batch.segments.astype(bool).sum(-1).astype(jnp.int32) + self.bridge_slots + new_tokens
 
     def _deltas(self, params: Tree, key: Array | None = None) -> Deltas | None:
         return None if self.lora is None else self.lora.deltas(params["adapters"][self.lora.name], key)
 
-    def _at(self, adapters: Tree, boundary: int):
-        """The adapters with a block at `boundary`, in their given order, with its leaves."""
-        for adapter in self.adapters:
-            if boundary in adapter.boundaries:
-                yield adapter, adapters[adapter.name][boundary_key(boundary)]
+
+@flax.struct.dataclass
+class _Stream:
+    """The residual stream on its way: x and outputs [B, T, D] (api.Site), its positions, and the span's slots [B, S]."""
+
+    x: Array
+    outputs: Array
+    context: decoder.Context
+    span: Array
+
+
+def _apply(adapter: Adapter, leaves: Tree, site: Site) -> jax.Array:
+    return adapter.apply(leaves, site)

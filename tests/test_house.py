@@ -23,7 +23,7 @@ ROWS = (
     ("train", "plan", "bench", "bench_torch", "infer", "evaluate", "ablate", "analyze"),
     ("build", "config"),
     ("training", "evals", "analysis", "checkpoint", "metrics"),
-    ("model", "generate"),
+    ("model", "generate", "guidance"),
     ("weights", "adapters", "backbones", "data", "sharding"),
     ("core",),
 )

@@ -23,10 +23,20 @@ _CHUNK_SCORES = 1024 * 4096  # scores a head and row at once, so that long promp
 
 
 class Tokens(NamedTuple):
-    """Where tokens stand: positions and segments, [B, T] int32 each; segment 0 is padding or an empty slot."""
+    """Where tokens stand, [B, T] int32 each.
+
+    positions, segments  segment 0 is padding or an empty slot
+    version, sees        None, or: a key with a version above 0 is seen only by queries whose `sees` equals it
+    """
 
     positions: jax.Array
     segments: jax.Array
+    version: jax.Array | None = None
+    sees: jax.Array | None = None
+
+    def part(self, low: int, high: int) -> Tokens:
+        """Slots low … high - 1."""
+        return jax.tree.map(lambda array: array[:, low:high], self)
 
 
 @flax.struct.dataclass
@@ -35,12 +45,15 @@ class Context:
 
     positions, segments  [B, T] int32 of the tokens at hand
     cos, sin             [B, T, H/2] float32, or None with learned positions
+    version, sees        [B, T] int32 or None: `Tokens`
     """
 
     positions: jax.Array
     segments: jax.Array
     cos: jax.Array | None = None
     sin: jax.Array | None = None
+    version: jax.Array | None = None
+    sees: jax.Array | None = None
 
 
 def visible(queries: Tokens, keys: Tokens, window: jax.Array | int | None) -> jax.Array:
@@ -48,6 +61,9 @@ def visible(queries: Tokens, keys: Tokens, window: jax.Array | int | None) -> ja
     q_positions, q_segments = queries.positions[:, :, None], queries.segments[:, :, None]
     k_positions, k_segments = keys.positions[:, None, :], keys.segments[:, None, :]
     mask = (q_segments == k_segments) & (q_segments != 0) & (k_positions <= q_positions)
+    if keys.version is not None and queries.sees is not None:
+        version = keys.version[:, None, :]
+        mask &= (version == 0) | (version == queries.sees[:, :, None])
     return mask if window is None else mask & (q_positions - k_positions < window)
 
 
@@ -66,9 +82,8 @@ def attend_tokens(
     for low in range(0, t, size):
         high = min(low + size, t)
         stop = high if ordered else k.shape[1]
-        part = Tokens(queries.positions[:, low:high], queries.segments[:, low:high])
-        seen = Tokens(keys.positions[:, :stop], keys.segments[:, :stop])
-        out.append(_attend_in_chunks(q[:, low:high], k[:, :stop], v[:, :stop], part, seen, window))
+        part = queries.part(low, high)
+        out.append(_attend_in_chunks(q[:, low:high], k[:, :stop], v[:, :stop], part, keys.part(0, stop), window))
     return out[0] if len(out) == 1 else jnp.concatenate(out, axis=1)
 
 

@@ -20,6 +20,7 @@ class Cache:
     segments   [B, C] int32; 0 marks an empty slot or padding
     start      int32 scalar: the slot where the tokens of the present step are written
     length     int32 scalar: the slots in use after it; the same for all rows, since prompts are padded on the left
+    aside      int32 scalar or None: where given, all tokens of the present step but the last are written from that slot on
     """
 
     k: jax.Array
@@ -28,6 +29,7 @@ class Cache:
     segments: jax.Array
     start: jax.Array
     length: jax.Array
+    aside: jax.Array | None = None
 
 
 def init_cache(spec: DecoderSpec, batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> Cache:

@@ -195,7 +195,7 @@ def _stepper(
     spec: DecoderSpec, context: Context, cache: Cache | None, fill: bool, shared: int | None
 ) -> Callable[..., tuple]:
     """step((x, k, v), layer index, layer parameters) -> (x, k, v); shared is the window of all its layers, or _MIXED."""
-    tokens = Tokens(context.positions, context.segments)
+    tokens = Tokens(context.positions, context.segments, context.version, context.sees)
     among_themselves = cache is None or fill
     keys = tokens if among_themselves else Tokens(cache.positions, cache.segments)
     unlimited = 2**31 - 1
@@ -209,7 +209,7 @@ def _stepper(
         def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple:
             new = (None, None)
             if cache is not None:
-                new = _write(k_all, k, layer, cache.start), _write(v_all, v, layer, cache.start)
+                new = _write(k_all, k, layer, cache), _write(v_all, v, layer, cache)
             if not among_themselves:
                 k, v = (take_layer(buffer, layer, v.dtype) for buffer in new)
             return attend_tokens(q, k, v, tokens, keys, window, ordered=among_themselves), new
@@ -227,9 +227,12 @@ def _products(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name in ("dot_general", "exp")
 
 
-def _write(buffer: jax.Array, values: jax.Array, layer: jax.Array, slot: jax.Array) -> jax.Array:
-    """Puts [B, T, K, H] into the buffer [L, B, C, K, H] at one layer and slot; in place, as the scan owns the buffer."""
-    return put(buffer, values[None], (layer, 0, slot, 0, 0))
+def _write(buffer: jax.Array, values: jax.Array, layer: jax.Array, cache: Cache) -> jax.Array:
+    """Puts [B, T, K, H] into the buffer [L, B, C, K, H] at one layer and the step's slots; in place, as the scan owns it."""
+    if cache.aside is not None:
+        buffer = put(buffer, values[None, :, :-1], (layer, 0, cache.aside, 0, 0))
+        values = values[:, -1:]
+    return put(buffer, values[None], (layer, 0, cache.start, 0, 0))
 
 
 def final_norm(spec: DecoderSpec, backbone: Tree, x: jax.Array) -> jax.Array:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from calyrex_jax import guidance
 from calyrex_jax.backbones import decoder
 from calyrex_jax.core.errors import UserError
 from calyrex_jax.core.types import Array, Batch, Tree, bucket
@@ -38,11 +39,13 @@ class Reply:
     tokens         the generated ids alone; the last is the stop id where finish_reason is "stop"
     finish_reason  "stop": a stop id was generated; "length": max_new_tokens were
     row            the prompt's index in the input
+    harm           with SVGT, the harm probability at prefill and at each refresh: 1 + max(n-1, 0) // R values of n tokens
     """
 
     tokens: tuple[int, ...]
     finish_reason: str
     row: int
+    harm: tuple[float, ...] = ()
 
     @property
     def text_tokens(self) -> tuple[int, ...]:
@@ -86,13 +89,14 @@ def stream(
         raise UserError(f"config.generate.max_new_tokens: got {max_new_tokens}, expected at least 1")
     if batch_size < 1:
         raise UserError(f"config.generate.batch_size: got {batch_size}, expected at least 1")
-    check(model.spec, prompts, max_new_tokens, where)
+    check(model.spec, prompts, max_new_tokens + model.bridge_slots, where)
     limit = model.spec.vocab_size if vocab_limit is None else vocab_limit
     stops = np.asarray(sorted(set(stop_ids)), np.int32)
     size = rows_of(batch_size, len(prompts), mesh)
     seed = np.uint32(sampling.seed)
-    layers = _decoding_layers(params["backbone"], prompts, size, max_new_tokens)
+    layers = _decoding_layers(params["backbone"], prompts, size, max_new_tokens, programs=1 if model.svgt is None else 2)
     return _replies(
+        model,
         partial(_run, model, max_new_tokens, replace(sampling, seed=0), limit, params, layers, stops, seed),
         prompts, size, pad_id, mesh, progress,
     )  # fmt: skip
@@ -116,16 +120,20 @@ def worth_unstacking(layers: Tree, steps: int, shapes: int) -> bool:
 
 
 def _decoding_layers(
-    backbone: Tree, prompts: Sequence[Sequenced], size: int, new_tokens: int, runs: int = 1
+    backbone: Tree, prompts: Sequence[Sequenced], size: int, new_tokens: int, runs: int = 1, programs: int = 1
 ) -> tuple[Tree, ...] | None:
-    """The layers that decoding reads, one tree each, or None where it reads the stack, as prefill does."""
+    """The layers that decoding reads, one tree each, or None where it reads the stack, as prefill does.
+
+    runs  times that every prompt is answered; `programs` decoding steps are compiled for each shape
+    """
     lengths = [len(prompt.tokens) for prompt in prompts]
     longest = [max(bucket(lengths[row]) for row in chosen) for chosen in plan(lengths, max(size, 1))]
     steps = runs * len(longest) * new_tokens
-    return decoder.unstack(backbone["layers"]) if worth_unstacking(backbone["layers"], steps, len(set(longest))) else None
+    shapes = programs * len(set(longest))
+    return decoder.unstack(backbone["layers"]) if worth_unstacking(backbone["layers"], steps, shapes) else None
 
 
-def _replies(run, prompts, size: int, pad_id: int, mesh, progress) -> Iterator[Reply]:
+def _replies(model: Model, run, prompts, size: int, pad_id: int, mesh, progress) -> Iterator[Reply]:
     """Runs the batches and hands out their replies in input order."""
     done: dict[int, Reply] = {}
     following, tokens = 0, 0
@@ -133,16 +141,23 @@ def _replies(run, prompts, size: int, pad_id: int, mesh, progress) -> Iterator[R
         batch = assemble([prompts[row] for row in chosen], size, pad_id, left_pad=True)
         rows = np.zeros(size, np.int32)
         rows[: len(chosen)] = chosen
-        made, lengths, stopped = jax.device_get(run(*place((batch, rows), mesh)))
+        results = jax.device_get(run(*place((batch, rows), mesh)))
         for at, row in enumerate(chosen):
-            reply = tuple(made[at, : lengths[at]].tolist())
-            done[row] = Reply(reply, "stop" if stopped[at] else "length", row)
-            tokens += len(reply)
+            done[row] = _reply(model, results, at, row)
+            tokens += len(done[row].tokens)
         if progress is not None:
             progress(following + len(done), tokens)
         while following in done:
             yield done.pop(following)
             following += 1
+
+
+def _reply(model: Model, results: tuple, at: int, row: int) -> Reply:
+    """What `_run` gave for one row of its batch."""
+    made, lengths, stopped, harm = results
+    count = int(lengths[at])
+    known = () if model.svgt is None else tuple(harm[at, : guidance.readings(model.svgt, count)].tolist())
+    return Reply(tuple(made[at, :count].tolist()), "stop" if stopped[at] else "length", row, known)
 
 
 def compare(
@@ -184,7 +199,7 @@ def stream_compare(
     if len({(m.spec, m.first_boundary) for m in models}) != 1:
         raise ValueError("only models of one backbone and with one first boundary share a prefix")
     spec = models[0].spec
-    check(spec, prompts, max_new_tokens, where)
+    check(spec, prompts, max_new_tokens + max(m.bridge_slots for m in models), where)
     limit = spec.vocab_size if vocab_limit is None else vocab_limit
     stops = np.asarray(sorted(set(stop_ids)), np.int32)
     size = rows_of(batch_size, len(prompts), None)
@@ -197,11 +212,10 @@ def stream_compare(
         for name, (model, adapters) in subjects.items():
             params = {"backbone": backbone, "adapters": adapters}
             run = partial(_run, model, max_new_tokens, Sampling(), limit, params, layers, stops, np.uint32(0))
-            ids, lengths, stopped = jax.device_get(run(batch, np.arange(size, dtype=np.int32), prefix))
+            results = jax.device_get(run(batch, np.arange(size, dtype=np.int32), prefix))
             for at, row in enumerate(chosen):
-                reply = tuple(ids[at, : lengths[at]].tolist())
-                replies[at][name] = Reply(reply, "stop" if stopped[at] else "length", row)
-                tokens += len(reply)
+                replies[at][name] = _reply(model, results, at, row)
+                tokens += len(replies[at][name].tokens)
             made += len(chosen)
             if progress is not None:
                 progress(made, tokens)
@@ -210,7 +224,12 @@ def stream_compare(
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _prefix(model: Model, new_tokens: int, backbone: Tree, batch: Batch):
-    return model.prefill_prefix(backbone, batch, batch.tokens.shape[1] + new_tokens, new_tokens)
+    return model.prefill_prefix(backbone, batch, _capacity(model, batch, new_tokens), new_tokens)
+
+
+def _capacity(model: Model, batch: Batch, new_tokens: int) -> int:
+    """Cache slots of a batch: padded prompt, bridge and reply."""
+    return batch.tokens.shape[1] + model.bridge_slots + new_tokens
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -226,8 +245,8 @@ def _run(
     batch: Batch,
     rows: Array,
     prefix: tuple | None = None,
-) -> tuple[Array, Array, Array]:
-    """Prompts in, replies out: tokens [B, new_tokens] int32, lengths [B] int32, stopped [B] bool.
+) -> tuple[Array, Array, Array, Array | None]:
+    """Prompts in, replies out: tokens [B, new_tokens] int32, lengths [B] int32, stopped [B] bool, and SVGT's harm [B, n].
 
     layers  the backbone's, unstacked, to decode with; None: the stack
     """
@@ -243,7 +262,7 @@ def _run(
         return made, lengths, stopped | (token[:, None] == stops).any(-1)
 
     count = rows.shape[0]
-    x, state = model.prefill(params, batch, batch.tokens.shape[1] + new_tokens, new_tokens, prefix)
+    x, state = model.prefill(params, batch, _capacity(model, batch, new_tokens), new_tokens, prefix)
     step = jnp.zeros((), jnp.int32)
     token = pick(x, step)
     fresh = jnp.zeros((count, new_tokens), jnp.int32), jnp.zeros(count, jnp.int32), ~(batch.segments > 0).any(-1)
@@ -253,11 +272,31 @@ def _run(
         step, _, _, _, stopped, _ = carry
         return (step < new_tokens) & ~stopped.all()
 
-    def body(carry):
+    def body(carry, refresh: bool = False):
         step, token, made, lengths, stopped, state = carry
-        x, state = model.decode(decoding, token, state)
+        x, state = model.decode(decoding, token, state, refresh)
         token = pick(x, step)
         return (step + 1, token, *take(step, token, made, lengths, stopped), state)
 
-    _, _, made, lengths, stopped, _ = jax.lax.while_loop(running, body, carry)
-    return made, lengths, stopped
+    if model.svgt is not None:
+        carry = _guided(running, body, model.svgt.refresh_every, carry)
+    else:
+        carry = jax.lax.while_loop(running, body, carry)
+    _, _, made, lengths, stopped, state = carry
+    return made, lengths, stopped, None if state.guide is None else state.guide.harm
+
+
+def _guided(running: Callable, body: Callable, period: int, carry: tuple) -> tuple:
+    """The decode loop in which every `period`-th step refreshes the bridge.
+
+    A refresh is a loop of one turn: a conditional would copy the cache that it hands through.
+    """
+
+    def due(carry: tuple) -> Array:
+        return carry[-1].guide.phase == period - 1
+
+    def round_(carry: tuple) -> tuple:
+        carry = jax.lax.while_loop(lambda c: running(c) & ~due(c), body, carry)
+        return jax.lax.while_loop(lambda c: running(c) & due(c), partial(body, refresh=True), carry)
+
+    return jax.lax.while_loop(running, round_, carry)
