@@ -125,12 +125,6 @@ def perturbed(tree, seed=1, size=0.3):
     return jax.tree.map(lambda leaf: jnp.asarray(leaf + size * rng.normal(size=leaf.shape), leaf.dtype), tree)
 
 
-def svgt(spec, layer=1, tokens=3, every=2, **changes):
-    """SVGT with a value space of 16 on the spec's backbone, read behind `layer`."""
-    value = {"embed_dim": spec.embed_dim, "value_dim": 16, "num_heads": 4} | changes
-    return Svgt(ValueSpaceConfig(**value), BridgeConfig(spec.embed_dim, 16, tokens, 4), layer, every, 0.7)
-
-
 def params(model, seed=0, dtype=jnp.float32):
     """A random backbone and adapters in a non-zero state."""
     shapes = jax.eval_shape(model.init_adapters, jax.random.key(0))
