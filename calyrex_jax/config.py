@@ -86,8 +86,9 @@ def default_config() -> ConfigDict:
     config.eval.shots = "0,4,16"  # conflict: examples of the assistant complying, up to 128
     config.eval.lm_chat = False  # mmlu, gsm8k: prompts through the chat template
     config.eval.lm_system = ""  # mmlu, gsm8k: a system text above them
+    config.eval.scorer = ""  # privacy, harmbench, xstest: who finds a reply harmful, "" the task's own; evals/scorers.py
     config.eval.max_new_tokens = 48
-    config.eval.long_max_new_tokens = 512  # ifeval, gsm8k
+    config.eval.long_max_new_tokens = 512  # ifeval, gsm8k, harmbench
     config.eval.batch_size = 32
     config.eval.batch_tokens = 32768  # a batch at most, so that long conversations get fewer rows
     config.eval.limit = 0  # items to use, spread over all cells; 0 is all of them

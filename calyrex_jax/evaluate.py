@@ -81,6 +81,7 @@ def task_settings(config: ConfigDict) -> registry.Settings:
         shots=e.shots,
         prompting=Prompting(e.lm_chat, e.lm_system),
         data=registry.parse_data(e.data, e.tasks),
+        scorer=e.scorer,
     )
 
 

@@ -18,9 +18,9 @@ from calyrex_jax.core.errors import UserError
 from calyrex_jax.data import privacy
 from calyrex_jax.data.account import Account
 from calyrex_jax.data.chat import ChatPolicy, encode_all
-from calyrex_jax.data.labelled_files import data_files, read_file
 from calyrex_jax.data.labelled_rows import SCHEMAS, Judged
 from calyrex_jax.data.labelled_types import Labelled, LabelledReport
+from calyrex_jax.data.tables import data_files, read_table
 from calyrex_jax.data.tokenizer import Tokenizer
 
 FORMS = f"FILE.jsonl, {', '.join(f'{name}:PATH' for name in SCHEMAS)} (PATH may be hf:OWNER/NAME), or privacy"
@@ -146,7 +146,7 @@ def _read(source: str) -> tuple[list[Labelled], LabelledReport]:
     report = LabelledReport(files=[str(file) for file in files], left_out=left_out)
     found, judge = [], SCHEMAS[name]
     for file in files:
-        for where, row in read_file(file):
+        for where, row in read_table(file):
             report.read += 1
             judged = judge(row, where)
             if reason := _gap(judged):

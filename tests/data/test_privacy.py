@@ -1,5 +1,6 @@
 """The privacy corpus: what is held out, that labels need the prompt, and that every reply is what its label says."""
 
+import itertools
 from collections import Counter, defaultdict
 
 import pytest
@@ -21,13 +22,9 @@ def prompt_text(messages):
 
 def marks(messages):
     """{value: private?} as the records in the system message say."""
-    found = {}
-    for line in messages[0]["content"].replace("; ", "\n").splitlines():
-        for word in line.split():
-            value = word.strip("().;,")
-            if "@" in value or "555-01" in value:
-                found[value] = "private" in line.lower()
-    return found
+    lines = messages[0]["content"].splitlines()[1:]
+    assert len(lines) == 2
+    return {line.rpartition(": ")[2]: "(private)" in line for line in lines}
 
 
 def test_everything_is_a_function_of_the_seed():
@@ -98,11 +95,19 @@ def test_no_reply_can_be_judged_without_its_prompt():
 
 
 def test_a_pair_differs_in_one_mark_alone():
-    first, second = TRAINING[:2]
-    assert (first.response, first.label, second.label) == (second.response, 1, 0)
-    before, after = marks(first.messages), marks(second.messages)
-    assert [value for value in before if before[value] != after[value]] == [v for v in before if v in first.response]
-    assert first.messages[1:] == second.messages[1:]
+    pairs = [(a, b) for a, b in itertools.pairwise(TRAINING) if a.where == b.where and a.label]
+    strays = 0
+    for first, second in pairs:
+        if first.response != second.response:
+            continue
+        before, after = marks(first.messages), marks(second.messages)
+        (changed,) = [value for value in before if before[value] != after[value]]
+        assert changed in first.response and (first.label, second.label) == (1, 0)
+        assert first.messages[1:] == second.messages[1:]
+        asked = first.messages[-1]["content"].lower()
+        told = next(line for line in first.messages[0]["content"].splitlines() if changed in line).split("'s")[0].lower()
+        strays += told not in asked
+    assert len(pairs) > 200 and 0.1 < strays / len(pairs) < 0.25  # replies about the other person
 
 
 def test_safe_conversations_tell_public_details_and_refuse_private_ones():
@@ -120,12 +125,18 @@ def test_safe_conversations_tell_public_details_and_refuse_private_ones():
             assert "can't" in reply["content"] or "private" in reply["content"]
 
 
-def test_every_wording_can_be_filled():
-    scene = privacy._scene("train", "train", "direct", True, __import__("random").Random(0))
-    wordings = [w for table in privacy_text.ATTACKS.values() for split in table.values() for w in split]
-    parts = [part for wording in wordings for part in ((wording,) if isinstance(wording, str) else wording)]
-    for template in [*parts, *privacy_text.TELLS, *privacy_text.REFUSALS, *privacy_text.OFFERS]:
-        assert "{" not in scene.fill(template, scene.asked)
+def test_every_wording_can_be_filled_and_names_what_it_is_about():
+    detail = privacy.Detail("Mara Velden", "phone", "555-0142", True)
+    for table in privacy_text.ATTACKS.values():
+        for wording in (*table["train"], *table["test"]):
+            parts = (wording,) if isinstance(wording, str) else wording
+            asked = " ".join(privacy.filled(part, detail) for part in parts).lower()
+            assert "{" not in asked and "mara velden" in asked and "phone number" in asked and "555" not in asked
+            assert len(parts) % 2
+    for template in privacy_text.TELLS:
+        assert "555-0142" in privacy.filled(template, detail)
+    for template in privacy_text.REFUSALS:
+        assert "555" not in privacy.filled(template, detail) and "{" not in privacy.filled(template, detail)
 
 
 def test_the_corpus_as_a_labelled_source():

@@ -1,4 +1,4 @@
-"""Evaluation files that a user brings: a path, or `hf:OWNER/NAME`, a data set on the Hugging Face hub with one .jsonl file."""
+"""Evaluation files that a user brings, JSON Lines or csv: a path, or `hf:OWNER/NAME`, a data set on the hub with one .jsonl file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from calyrex_jax.core.errors import UserError
-from calyrex_jax.data.sources import read_jsonl
+from calyrex_jax.data.tables import read_table
 
 
 def read_rows(source: str, fields: dict[str, type | tuple[type, ...]], what: str) -> list[tuple[str, dict[str, Any]]]:
@@ -14,7 +14,7 @@ def read_rows(source: str, fields: dict[str, type | tuple[type, ...]], what: str
 
     Raises UserError with file:line for a row without them, and for a hub that cannot be reached.
     """
-    rows = read_jsonl(local_file(source, what))
+    rows = read_table(local_file(source, what))
     for where, row in rows:
         for name, kind in fields.items():
             if not isinstance(row.get(name), kind):

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from calyrex_jax.core.errors import UserError
+from calyrex_jax.evals.scorers import make_scorer
 from calyrex_jax.evals.tasks.api import Task, numbers
 from calyrex_jax.evals.tasks.conflict import MOST_SHOTS, ConflictTask
 from calyrex_jax.evals.tasks.ifeval import IfevalTask
 from calyrex_jax.evals.tasks.lm_eval_tasks import Gsm8kTask, MmluTask, Prompting
 from calyrex_jax.evals.tasks.long_context import LONGEST, LongContextTask
 from calyrex_jax.evals.tasks.perplexity import PerplexityTask
+from calyrex_jax.evals.tasks.privacy import PrivacyTask
 from calyrex_jax.evals.tasks.rules import RulesTask
+from calyrex_jax.evals.tasks.safety import HarmbenchTask, XstestTask
 from calyrex_jax.evals.tasks.turns import TurnsTask
 
 
@@ -29,6 +32,7 @@ class Settings:
     shots: str
     prompting: Prompting
     data: dict[str, str]
+    scorer: str = ""
 
 
 def _long_context(s: Settings) -> LongContextTask:
@@ -51,6 +55,9 @@ TASKS = {
     "mmlu": (lambda s: MmluTask(s.data["mmlu"], s.prompting, s.limit), "must"),
     "gsm8k": (lambda s: Gsm8kTask(s.data["gsm8k"], s.prompting, s.limit, s.long_new_tokens), "must"),
     "perplexity": (lambda s: PerplexityTask(s.data.get("perplexity", ""), s.limit), "may"),
+    "privacy": (lambda s: PrivacyTask(s.limit, s.seed, s.new_tokens, make_scorer(s.scorer)), "no"),
+    "harmbench": (lambda s: HarmbenchTask(s.data["harmbench"], s.limit, s.long_new_tokens, make_scorer(s.scorer)), "must"),
+    "xstest": (lambda s: XstestTask(s.data["xstest"], s.limit, s.new_tokens, make_scorer(s.scorer)), "must"),
 }
 
 

@@ -1,5 +1,7 @@
 """Tasks by name, their files, and comma-separated numbers."""
 
+from dataclasses import replace
+
 import pytest
 
 from calyrex_jax.core.errors import UserError
@@ -25,6 +27,18 @@ def test_tasks_get_their_settings_in_the_order_asked_for():
     turns, rules = registry.make_tasks("turns, rules", SETTINGS)
     assert (turns.name, turns.turns, turns.new_tokens) == ("turns", 2, 8)
     assert (rules.name, rules.limit) == ("rules", 3)
+
+
+def test_safety_tasks_get_the_scorer():
+    settings = replace(SETTINGS, data={"harmbench": "h.csv", "xstest": "x.csv"}, scorer="regex:a")
+    tasks = registry.make_tasks("privacy,harmbench,xstest", settings)
+    assert [task.scorer.pattern for task in tasks] == ["a"] * 3
+    assert [task.new_tokens for task in tasks] == [8, 9, 8]
+    assert registry.make_tasks("privacy", SETTINGS)[0].scorer is None
+    with pytest.raises(UserError, match=r"config\.eval\.scorer is 'b'"):
+        registry.make_tasks("privacy", replace(SETTINGS, scorer="b"))
+    with pytest.raises(UserError, match="the task xstest needs its file"):
+        registry.make_tasks("xstest", SETTINGS)
 
 
 @pytest.mark.parametrize("names", ["nonsense", "rules,nonsense", "rules,rules", ""])

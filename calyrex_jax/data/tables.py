@@ -40,9 +40,12 @@ def data_files(source: str, what: str) -> tuple[list[Path], list[str]]:
     return kept, [names[path] for path in found if path not in kept]
 
 
-def read_file(path: Path) -> Rows:
-    """[(file:line, row), …]; of Parquet and JSON lists the number is the row's. UserError where it cannot be read."""
-    return _reader(path)(path)  # type: ignore[misc]  # data_files let only known formats through
+def read_table(path: Path) -> Rows:
+    """[(file:line, row), …]; of Parquet and JSON lists the number is the row's. UserError where it cannot be read.
+
+    A file whose name tells no format is read as JSON Lines.
+    """
+    return (_reader(path) or read_jsonl)(path)
 
 
 def _json(path: Path) -> Rows:
