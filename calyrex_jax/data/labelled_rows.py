@@ -68,7 +68,10 @@ def jigsaw(row: Row, where: str) -> Judged:
 
 def toxigen(row: Row, where: str) -> Judged:
     """Judged texts (text, toxicity_ai, toxicity_human: harmful where they sum to more than 5.5, as the data set's authors
-    have it), or generated ones (generation, prompt_label: 1 where the generator was asked for a harmful text)."""
+    have it), or generated ones (generation, prompt_label: 1 where the generator was asked for a harmful text). The raw
+    annotations beside them, one row an annotator, have no label of their own."""
+    if "Input.text" in row:
+        return Judged((), _text(row, "Input.text", where), None)
     if "toxicity_human" in row:
         scores = [_number(row, name, where) for name in ("toxicity_ai", "toxicity_human")]
         label = None if None in scores else sum(scores) > 5.5  # type: ignore[arg-type]

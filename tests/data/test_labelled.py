@@ -106,6 +106,9 @@ def test_toxigen_judged_and_generated(tmp_path):
     ]
     examples, _ = load_labelled(f"toxigen:{write_csv(tmp_path / 'annotated_train.csv', judged)}")
     assert [e.label for e in examples] == [0, 1, 0]
+    write_csv(tmp_path / "annotations.csv", [{"Input.text": "they are nice", "Answer.toxicity": 3}])
+    examples, report = load_labelled(f"toxigen:{tmp_path}")
+    assert len(examples) == 3 and report.dropped == {"without a label": 1}
     made = [{"prompt": "- a\\n-", "generation": "some text", "prompt_label": n, "group": "x"} for n in (0, 1)]
     made[1]["generation"] = "other text"
     examples, _ = load_labelled(f"toxigen:{write_jsonl(tmp_path / 'toxigen.jsonl', made)}")
