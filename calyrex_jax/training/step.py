@@ -34,6 +34,20 @@ def init_state(optimizer: optax.GradientTransformation, trainable: Tree) -> Trai
     return TrainState(zero, trainable, optimizer.init(trainable), zero)
 
 
+def advanced(optimizer: optax.GradientTransformation, state: TrainState, grads: Tree, finite: Array) -> TrainState:
+    """The state after one update; where not `finite` (a scalar bool) only its counts change."""
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
+    trainable = optax.apply_updates(state.trainable, updates)
+    # optax.apply_if_finite commits a NaN after its limit; here a non-finite step never touches the state
+    keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)  # noqa: E731
+    return TrainState(
+        step=state.step + 1,
+        trainable=keep(trainable, state.trainable),
+        opt_state=keep(opt_state, state.opt_state),
+        skipped=jnp.where(finite, 0, state.skipped + 1),
+    )
+
+
 def loss_sums(
     model: Model, backbone: Tree, trainable: Tree, batch: Batch, prefix: Array, teacher, chunk: int, compact: bool, key=None
 ):
@@ -100,17 +114,7 @@ def make_train_step(
         scale = 1.0 / jnp.maximum(targets, 1.0)
         loss, grads = loss * scale, jax.tree.map(lambda g: g * scale, grads)
         norm = optax.global_norm(grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
-        trainable = optax.apply_updates(state.trainable, updates)
-        # optax.apply_if_finite commits a NaN after its limit; here a non-finite step never touches the state
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)  # noqa: E731
-        state = TrainState(
-            step=state.step + 1,
-            trainable=keep(trainable, state.trainable),
-            opt_state=keep(opt_state, state.opt_state),
-            skipped=jnp.where(finite, 0, state.skipped + 1),
-        )
+        state = advanced(optimizer, state, grads, jnp.isfinite(loss) & jnp.isfinite(norm))
         metrics = {
             "loss": loss,
             "grad_norm": norm,
