@@ -194,6 +194,7 @@ def test_without_causality_the_whole_is_judged():
     assert float(metrics["loss"]) == pytest.approx(float(expected), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_dropout_differs_from_step_to_step_and_follows_the_seed():
     svgt = made(dropout=0.5)
     tree, batch = trainable(svgt), examples(8)
