@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
@@ -340,10 +340,10 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"command line: {message}")
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def parse(argv: list[str], parts: Sequence[str] = PARTS, module: str = "calyrex_jax.bench") -> argparse.Namespace:
     """The command line; UserError where it makes no sense."""
-    parser = _Parser("python -m calyrex_jax.bench", description="Speed and memory against torch, measured in one run.")
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, joined by commas: %(default)s")
+    parser = _Parser(f"python -m {module}", description="Speed and memory, measured side by side in one run.")
+    parser.add_argument("--only", default=",".join(parts), help="parts, joined by commas: %(default)s")
     parser.add_argument("--steps", type=int, default=8, help="rounds of A B A B (default 8)")
     parser.add_argument("--source", default=SOURCE, help="the model, as config.backbone.source names it (%(default)s)")
     parser.add_argument("--json", type=Path, help="also write every measured value to this file")
@@ -351,9 +351,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     options.only = [part.strip() for part in options.only.split(",")]
-    unknown = [part for part in options.only if part not in PARTS]
+    unknown = [part for part in options.only if part not in parts]
     if unknown:
-        raise UserError(f"--only: {unknown[0]!r} is not a part; known: {', '.join(PARTS)}")
+        raise UserError(f"--only: {unknown[0]!r} is not a part; known: {', '.join(parts)}")
     if options.steps < 1:
         raise UserError(f"--steps is {options.steps}; at least 1 round is needed")
     if options.json and not options.json.resolve().parent.is_dir():
@@ -361,10 +361,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def main(argv: list[str]) -> int:
-    """Measures, prints the table; returns the exit status."""
+ABOUT = f"batch {ROWS} × {LENGTH}, float32; theirs: LoRA r={RANK} on all linear layers"
+
+
+def main(
+    argv: list[str],
+    measure: dict[str, Callable[[Bench], Iterator[Line]]] = MEASURE,
+    child: Callable[[str, Path], None] = child,
+    about: str = ABOUT,
+    module: str = "calyrex_jax.bench",
+) -> int:
+    """Measures what `measure` lists, prints the table; returns the exit status."""
     try:
-        options = parse(argv)
+        options = parse(argv, tuple(measure), module)
         if options.child:
             child(options.child, options.checkpoint)
             return 0
@@ -373,16 +382,16 @@ def main(argv: list[str]) -> int:
             lines = []
             for part in options.only:
                 print(f"{part} …", file=sys.stderr, flush=True)
-                lines += MEASURE[part](bench)
+                lines += measure[part](bench)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
-    about = machine()
-    print(" · ".join(f"{name} {value}" for name, value in about.items()))
-    print(f"batch {ROWS} × {LENGTH}, float32; theirs: LoRA r={RANK} on all linear layers; median (range) of {options.steps}")
+    where = machine()
+    print(" · ".join(f"{name} {value}" for name, value in where.items()))
+    print(f"{about}; median (range) of {options.steps}")
     print(table(lines), flush=True)
     if options.json:
-        found = {"machine": about, "lines": [asdict(line) | {"met": line.met} for line in lines]}
+        found = {"machine": where, "lines": [asdict(line) | {"met": line.met} for line in lines]}
         options.json.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return 0
 

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from calyrex_jax import checkpoint, metrics
 from calyrex_jax.adapters import cal, lora, parallel_mlp, placement, svgt
 from calyrex_jax.adapters.api import Adapter
-from calyrex_jax.adapters.value_bridge import BridgeConfig
+from calyrex_jax.adapters.value_bridge import BridgeConfig, InjectionConfig
 from calyrex_jax.adapters.value_space import ValueSpaceConfig
 from calyrex_jax.backbones import decoder
 from calyrex_jax.backbones.spec import DecoderSpec
@@ -72,9 +72,14 @@ def open_run(config: ConfigDict) -> Run:
         special_text=chat.special_text,
     )
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    model = Model(spec, adapters(config, spec), make_svgt(config, spec) if config.svgt.enabled else None)
+    model = make_model(config, spec)
     tokenizer = load_tokenizer(source.path, source.kind, source.generation_config, source.config)
     return Run(config, source, spec, tokenizer, policy, model, mesh, jnp.dtype(config.backbone.dtype))
+
+
+def make_model(config: ConfigDict, spec: DecoderSpec) -> Model:
+    """The decoder with the adapters, and the guidance, that a config names."""
+    return Model(spec, adapters(config, spec), make_svgt(config, spec) if config.svgt.enabled else None)
 
 
 def chat_template(name: str) -> str | None:
@@ -185,7 +190,10 @@ def make_svgt(config: ConfigDict, spec: DecoderSpec) -> svgt.Svgt:
         step=float(c.step),
         dropout=float(c.dropout),
     )
-    bridge = BridgeConfig(spec.embed_dim, c.value_dim, c.num_bridge_tokens, c.num_bridge_heads or spec.num_heads)
+    if c.steering == "inject":
+        bridge = InjectionConfig(spec.embed_dim, c.value_dim, float(c.strength))
+    else:
+        bridge = BridgeConfig(spec.embed_dim, c.value_dim, c.num_bridge_tokens, c.num_bridge_heads or spec.num_heads)
     return svgt.Svgt(value, bridge, layer, c.refresh_every, float(c.momentum))
 
 
@@ -329,9 +337,9 @@ def _places(workdir: Path, like: Tree) -> list[tuple[Path | None, Tree]]:
     return [*places, (latest_stage(workdir), {"svgt": like["svgt"]})] if "svgt" in like else places
 
 
-def latest_stage(workdir: Path) -> Path | None:
-    """The directory of the best checkpoint of the last stage of SVGT's curriculum that has one."""
-    found = (workdir / f"stage{number}" / "best" for number in (3, 2, 1))
+def latest_stage(workdir: Path, up_to: int = 3) -> Path | None:
+    """The directory of the best checkpoint of the last stage of SVGT's curriculum, `up_to` at most, that has one."""
+    found = (workdir / f"stage{number}" / "best" for number in range(up_to, 0, -1))
     return next((place for place in found if place.is_dir() and any(p.name.isdigit() for p in place.iterdir())), None)
 
 

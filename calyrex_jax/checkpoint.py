@@ -53,7 +53,9 @@ OPTIMIZER_FIELDS = tuple(
     )
 )
 # what an adapter started from, and how it is used, is no property of the trained one
-START_FIELDS = frozenset({"cal.init", "svgt.enabled", "svgt.stages", "svgt.refresh_every", "svgt.momentum", "svgt.step"})
+START_FIELDS = frozenset(
+    {"cal.init", "svgt.enabled", "svgt.stages", "svgt.refresh_every", "svgt.momentum", "svgt.step", "svgt.strength"}
+)
 # the fields that a trained adapter must be used with, where not all of its group
 PROPERTIES = {
     "svgt": tuple(
@@ -65,6 +67,7 @@ PROPERTIES = {
             "pooling",
             "aggregate",
             "causal",
+            "steering",
             "num_bridge_tokens",
             "num_bridge_heads",
         )

@@ -164,6 +164,8 @@ def _svgt_fields(config: ConfigDict) -> None:
     svgt.causal = True  # False: the whole reply gives one score, as published; decoding is slower then
     svgt.step = 1.0  # η of the correction
     svgt.dropout = 0.1  # in training
+    svgt.steering = "bridge"  # or inject: the correction is added to the stream at l* instead (the control SVGT-Inject)
+    svgt.strength = 1.0  # of what inject adds; 0 changes nothing
     svgt.num_bridge_tokens = 5  # K
     svgt.num_bridge_heads = 0  # 0: the backbone's query heads
     svgt.refresh_every = 5  # R: tokens from one refresh of the bridge to the next
@@ -189,6 +191,7 @@ def _svgt_fields(config: ConfigDict) -> None:
         stage.batch_size = batch
         stage.epochs = epochs
         stage.clip_norm = 1.0
+        stage.warmup_steps = 0
     svgt.stage2.old_learning_rate = 1e-5  # of what stage 1 trained
 
 
@@ -222,6 +225,7 @@ def check(config: ConfigDict) -> None:
         "eval.after_training": ("", "rules"),
         "eval.filler": ("turns", "passage"),
         "ablate.match": ("width", "parameters"),
+        "svgt.steering": ("bridge", "inject"),
         "svgt.pooling": ("last", "attention"),
         "svgt.aggregate": ("mlp", "blocks"),
         "svgt.cache": ("off", "float32", "bfloat16"),

@@ -116,7 +116,8 @@ def compared_runs(run: build.Run, places: dict[str, Path]) -> dict[str, tuple[bu
     found: dict[str, tuple[build.Run, Path]] = {}
     for name, directory in places.items():
         where = f"config.eval.compare: {name}={directory}"
-        saved = checkpoint.Checkpoints(directory / "checkpoints", keep=None, config=as_dict(run.config))
+        stage = build.latest_stage(directory)
+        saved = checkpoint.Checkpoints(stage or directory / "checkpoints", keep=None, config=as_dict(run.config))
         if saved.latest_step() is None:
             raise UserError(
                 f"{where}: no finished checkpoint in {directory / 'checkpoints'}; train there or name another run"
@@ -132,14 +133,15 @@ def with_adapters_of(run: build.Run, theirs: dict, where: str) -> build.Run:
     """`run` with the adapters that another run's resolved config describes."""
     config = ConfigDict(as_dict(run.config))
     names = str(theirs["adapter"]["name"]).split("+")
-    for group in ("adapter", "cal", *names):  # baselines take their size from CAL's fields
+    config.svgt.enabled = False  # unless that run had it
+    for group in ("adapter", "cal", "svgt", *names):  # baselines take their size from CAL's fields
         known = {field: value for field, value in theirs.get(group, {}).items() if field in config.get(group, {})}
         if known:
-            config[group].update(known)
+            config[group].update(ConfigDict(known))
     config.adapter.init_from = ""
     try:
         check(config)
-        return replace(run, config=config, model=build.Model(run.spec, build.adapters(config, run.spec)))
+        return replace(run, config=config, model=build.make_model(config, run.spec))
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
 
@@ -149,25 +151,30 @@ def make_subjects(
 ) -> list[study.Subject]:
     """The models under test, the frozen one last."""
     models: dict[str, tuple[build.Run, Tree]] = {}
-    own = checkpoint.Checkpoints(directory / "checkpoints", keep=None, config=as_dict(run.config)).latest_step() is not None
-    if run.model.adapters and directory not in [place for _, place in others.values()]:
-        if others and not own and not run.config.adapter.init_from:
+    trained = any(
+        checkpoint.Checkpoints(place, keep=None, config=as_dict(run.config)).latest_step() is not None
+        for place in (directory / "checkpoints", build.latest_stage(directory) or directory / "checkpoints")
+    )
+    parts = [part.name for part in run.model.parts]
+    if parts and directory not in [place for _, place in others.values()]:
+        if others and not trained and not run.config.adapter.init_from:
             print(f"no checkpoint in {directory}; comparing {', '.join(others)} alone", file=sys.stderr, flush=True)
         else:
-            name = "+".join(adapter.name for adapter in run.model.adapters)
+            name = "+".join(parts)
             models["this_run" if name in others else name] = run, build.trained_adapters(run, directory)
     for name, (other, place) in others.items():
         step, tree = build.restored(other, place, build.fresh_adapters(other))
         print(f"{name}: checkpoint of step {step} in {place}", file=sys.stderr, flush=True)
         models[name] = other, tree
-    # fresh adapters are the backbone bit for bit, and share the compiled programs of the trained ones
+    # fresh adapters are the backbone bit for bit, and share the compiled programs of the trained ones; guidance is not
     first = next(iter(models.values()), (run, {}))[0]
+    plain = replace(first, model=replace(first.model, svgt=None))
     fixed = conditions(run)
     subjects = [
-        _subject(name, other, reader, backbone, tree, [fixed, repr(other.model.adapters), trees.checksum(tree)])
+        _subject(name, other, reader, backbone, tree, [fixed, *map(repr, other.model.parts), trees.checksum(tree)])
         for name, (other, tree) in models.items()
     ]
-    return [*subjects, _subject(FROZEN, first, reader, backbone, build.fresh_adapters(first), [fixed, FROZEN])]
+    return [*subjects, _subject(FROZEN, plain, reader, backbone, build.fresh_adapters(plain), [fixed, FROZEN])]
 
 
 def conditions(run: build.Run) -> str:

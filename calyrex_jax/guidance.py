@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import flax.struct
 import jax
@@ -23,7 +24,10 @@ import numpy as np
 
 from calyrex_jax.adapters.svgt import Svgt
 from calyrex_jax.backbones.cache import Cache
-from calyrex_jax.core.types import Array, Batch, Tree
+from calyrex_jax.core.types import Array, Batch, Tree, bucket, slots
+
+# the smallest padded lengths: every further shape would be compiled anew, and the layers' programs are long
+_PROMPT, _REPLY = 128, 64
 
 
 @flax.struct.dataclass
@@ -32,7 +36,7 @@ class Guide:
 
     value    the value space's own state
     pending  [B, R, D] states at l* of the tokens read since the last refresh
-    bridge   [B, K, D] float32
+    bridge   [B, K, D] float32; of SVGT-Inject [B, 1, D], what is added to the stream
     harm     [B, 1 + max(n-1, 0) // R] float32 for n new tokens: the harm probability at prefill and at each refresh
     count    int32: how many of `harm` are known
     phase    int32: how many of `pending` are known
@@ -112,10 +116,10 @@ def _proposal(svgt: Svgt, params: Tree, trigger: Array, z: Array) -> tuple[jax.A
     return score, svgt.bridge.propose(params["bridge"], trigger, space.correction(params["value_space"], z))
 
 
-def without_bridge(cache: Cache, guide: Guide) -> Cache:
+def without_bridge(svgt: Svgt, cache: Cache, guide: Guide) -> Cache:
     """The cache as the layers up to l* see it: the bridge's slots hold nothing."""
     at = jnp.arange(cache.segments.shape[1])
-    bridge = (at >= guide.slot) & (at < guide.slot + guide.bridge.shape[1])
+    bridge = (at >= guide.slot) & (at < guide.slot + svgt.slots)
     return cache.replace(segments=jnp.where(bridge, 0, cache.segments))
 
 
@@ -141,6 +145,33 @@ class Dialogue:
         tokens = jnp.concatenate([self.prompt, self.reply], axis=1)
         nothing = jnp.zeros_like(mask)
         return Batch(tokens, jnp.where(mask, positions, 0), mask.astype(jnp.int32), nothing, nothing, self.span)
+
+
+def make_dialogue(chosen: Sequence[Any], prompts: Sequence[int], rows: int) -> Dialogue:
+    """Conversations with `tokens` and `system`, cut behind their first `prompts` tokens, as numpy rows.
+
+    Prompts and replies are padded to a bucket, rows beyond `chosen` are empty.
+    """
+    before, behind = dialogue_shape([len(c.tokens) for c in chosen], prompts)
+    tokens = np.zeros((rows, before + behind), np.int32)
+    mask, system = np.zeros(tokens.shape, bool), np.zeros(tokens.shape, bool)
+    for row, (conversation, prompt) in enumerate(zip(chosen, prompts)):
+        here = slice(before - prompt, before - prompt + len(conversation.tokens))
+        tokens[row, here], mask[row, here], system[row, here] = conversation.tokens, True, conversation.system
+    span = system[:, :before]
+    width = int(span.sum(-1).max()) if before else 0
+    span = slots(span, bucket(width, _REPLY) if width else 0)
+    return Dialogue(tokens[:, :before], mask[:, :before], tokens[:, before:], mask[:, before:], span)
+
+
+def dialogue_shape(lengths: Sequence[int], prompts: Sequence[int]) -> tuple[int, int]:
+    """(P, T) of conversations of so many tokens with prompts of so many; no prompt stays none.
+
+    >>> dialogue_shape([90, 40], [60, 0])
+    (128, 64)
+    """
+    longest, replies = max(prompts), (length - prompt for length, prompt in zip(lengths, prompts))
+    return bucket(longest, _PROMPT) if longest else 0, bucket(max(replies), _REPLY)
 
 
 @flax.struct.dataclass

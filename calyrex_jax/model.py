@@ -61,6 +61,11 @@ class Model:
     svgt: Svgt | None = None
 
     @property
+    def parts(self) -> tuple[Adapter | Svgt, ...]:
+        """All that is trained."""
+        return self.adapters if self.svgt is None else (*self.adapters, self.svgt)
+
+    @property
     def boundaries(self) -> tuple[int, ...]:
         return tuple(sorted({b for adapter in self.adapters for b in adapter.boundaries}))
 
@@ -83,7 +88,7 @@ class Model:
     @property
     def bridge_slots(self) -> int:
         """Slots and positions that generation needs beside prompt and reply."""
-        return 0 if self.svgt is None else self.svgt.bridge_config.num_tokens
+        return 0 if self.svgt is None else self.svgt.slots
 
     @property
     def first_boundary(self) -> int:
@@ -93,9 +98,8 @@ class Model:
 
     def init_adapters(self, key: jax.Array) -> Tree:
         """Fresh trainable parameters {name: {boundary_26: {leaf: array}}}; the adapted model equals the backbone."""
-        parts = (*self.adapters, *(() if self.svgt is None else (self.svgt,)))
-        keys = jax.random.split(key, max(len(parts), 1))
-        return {part.name: part.init(k) for part, k in zip(parts, keys)}
+        keys = jax.random.split(key, max(len(self.parts), 1))
+        return {part.name: part.init(k) for part, k in zip(self.parts, keys)}
 
     def prefix(self, backbone: Tree, batch: Batch, start: int = 0) -> jax.Array:
         """Hidden states at the first boundary, [B, T, D]: a function of the frozen backbone alone.
@@ -160,8 +164,12 @@ class Model:
         if self.svgt is not None:
             x, cache = self._walk(params, stream, layer, self.svgt.boundary, block, cache, True, deltas)
             guide = guidance.begin(self.svgt, params["adapters"]["svgt"], x, batch.segments, new_tokens)
-            cache = extend(cache, guide.positions, jnp.ones_like(guide.positions)).replace(start=cache.start)
-            stream, layer = self._with_bridge(stream.replace(x=x), guide, total, behind=True), self.svgt.boundary
+            stream, layer = stream.replace(x=x), self.svgt.boundary
+            if self.svgt.injects:
+                stream = stream.replace(x=x.at[:, -1].add(guide.bridge[:, 0].astype(x.dtype)))
+            else:
+                cache = extend(cache, guide.positions, jnp.ones_like(guide.positions)).replace(start=cache.start)
+                stream = self._with_bridge(stream, guide, total, behind=True)
         x, cache = self._walk(params, stream, layer, self.spec.num_layers, block, cache, True, deltas)
         x = decoder.final_norm(self.spec, backbone, x[:, -1:])[:, 0]
         position = batch.segments.astype(bool).sum(-1).astype(jnp.int32) + self.bridge_slots
@@ -190,12 +198,15 @@ class Model:
         stream = _Stream(x, outputs, context, jnp.zeros((tokens.shape[0], 0), jnp.int32))
         layer, guide, deltas = 0, state.guide, self._deltas(params)
         if self.svgt is not None:
-            below = guidance.without_bridge(cache, guide)
+            below = guidance.without_bridge(self.svgt, cache, guide)
             x, below = self._walk(params, stream, layer, self.svgt.boundary, block, below, False, deltas)
             cache, stream, layer = cache.replace(k=below.k, v=below.v), stream.replace(x=x), self.svgt.boundary
             guide = guidance.remember(guide, x)
             if refresh:
                 guide = guidance.refresh(self.svgt, params["adapters"]["svgt"], guide)
+            if self.svgt.injects:
+                stream = stream.replace(x=x + guide.bridge.astype(x.dtype))
+            elif refresh:
                 stream = self._with_bridge(stream, guide, state.total, behind=False)
                 cache = cache.replace(aside=guide.slot)
         x, cache = self._walk(params, stream, layer, self.spec.num_layers, block, cache, False, deltas)
@@ -203,10 +214,14 @@ class Model:
         cache = cache.replace(aside=None)
         return x, state.replace(cache=cache, adapters=states, position=state.position + 1, guide=guide)
 
-    def judged(self, params: Tree, dialogue: guidance.Dialogue) -> tuple[jax.Array, guidance.Judged]:
-        """States [B, P + T, D] at boundary l* + 1 of prompts and replies, and what the value space makes of them."""
+    def below(self, params: Tree, dialogue: guidance.Dialogue) -> jax.Array:
+        """States [B, P + T, D] at boundary l* + 1 of prompts and replies, without bridge slots but with their positions."""
         stream = self._dialogue_stream(params, dialogue)
-        x, _ = self._walk(params, stream, 0, self.svgt.boundary, _apply, deltas=self._deltas(params))
+        return self._walk(params, stream, 0, self.svgt.boundary, _apply, deltas=self._deltas(params))[0]
+
+    def judged(self, params: Tree, dialogue: guidance.Dialogue) -> tuple[jax.Array, guidance.Judged]:
+        """`below`, and what the value space makes of it."""
+        x = self.below(params, dialogue)
         return x, guidance.judge(self.svgt, params["adapters"]["svgt"]["value_space"], x, dialogue)
 
     def guided(self, params: Tree, dialogue: guidance.Dialogue) -> tuple[jax.Array, guidance.Judged]:
@@ -230,8 +245,8 @@ class Model:
         Returns the states at boundary l* + 2 in x's layout, [B, P + T, D], and the final states [B, T, D] from which the
         reply's tokens are predicted.
         """
-        stream = self._dialogue_stream(params, dialogue)
-        rows, versions, width, size = bridges.shape
+        stream, width = self._dialogue_stream(params, dialogue), self.svgt.slots
+        rows, versions, _, size = bridges.shape
         prompt, reply = dialogue.prompt.shape[1], dialogue.reply.shape[1]
         layout = guidance.Layout.of(prompt, reply, width, starts)
         first = dialogue.prompt_mask.sum(-1)[:, None]
@@ -240,13 +255,18 @@ class Model:
         def ordered(own: Array, bridge: Array) -> jax.Array:
             return jnp.concatenate([own, bridge], axis=1)[:, layout.order]
 
-        flat = settle(bridges.reshape(rows, versions * width, size).astype(x.dtype))
+        made = settle(bridges.astype(x.dtype))
+        flat = made[:, :, :width].reshape(rows, versions * width, size)
         positions = ordered(stream.context.positions, first + spots)
         segments = ordered(stream.context.segments, jnp.ones_like(first + spots))
         context = decoder.make_context(self.spec, positions, segments, self._dialogue_total(dialogue))
         version, sees = (jnp.broadcast_to(a, positions.shape) for a in (layout.version, layout.sees))
         context = context.replace(version=version, sees=sees)
-        stream = _Stream(ordered(x, flat), ordered(stream.outputs, jnp.zeros_like(flat)), context, stream.span)
+        x = ordered(x, flat)
+        if self.svgt.injects:  # into the last prompt position, from which the first token is read, and into the reply's
+            at = np.where(np.arange(len(layout.sees)) == prompt - 1, 1, layout.sees)
+            x = x + jnp.where((at > 0)[None, :, None], made[:, np.maximum(at - 1, 0), 0], 0)
+        stream = _Stream(x, ordered(stream.outputs, jnp.zeros_like(flat)), context, stream.span)
         walk = functools.partial(self._walk, params, block=_apply, deltas=self._deltas(params))
         boundary = self.svgt.boundary
         higher, _ = walk(stream, start=boundary, stop=boundary + 1)

@@ -72,14 +72,17 @@ def train(config: ConfigDict, workdir: str) -> int:
     try:
         return _train(run, directory, examples, corpus_report, stop, show)
     except Interrupted as signalled:
-        print(
-            "interrupted: everything finished so far is saved; the same command goes on from there",
-            file=sys.stderr,
-            flush=True,
-        )
-        return signalled.args[0]
+        return say_interrupted(signalled)
     finally:
         show.close()
+
+
+def say_interrupted(signalled: Interrupted) -> int:
+    """Tells that a run was stopped; returns its exit status."""
+    print(
+        "interrupted: everything finished so far is saved; the same command goes on from there", file=sys.stderr, flush=True
+    )
+    return signalled.args[0]
 
 
 def load_corpus(config: ConfigDict) -> list[tuple[str, dict]]:

@@ -78,6 +78,7 @@ CASES = {
     "mistral, a window of 5": ("mistral", None, 2, {}),
     "dynamic rotary base": ("dynamic", None, 2, {}),
     "CAL below and above": ("llama", "1,2,3", 2, {}),
+    "injection": ("llama", "1,2,3", 2, {"strength": 2.0}),
 }
 
 
@@ -205,6 +206,23 @@ def test_a_long_period_is_a_fixed_bridge():
     moved, _ = stepwise(other, params, prompts(), replies)
     close(moved[:, :2], logits[:, :2])
     assert float(jnp.abs(moved[:, 2:] - logits[:, 2:]).max()) > 1e-2
+
+
+def test_an_injection_of_strength_0_is_the_identity():
+    replies = np.random.default_rng(3).integers(0, tiny.VOCAB, (3, NEW)).astype(np.int32)
+    model, strong = guided_model(strength=0.0), guided_model(strength=1.0)
+    params = harmful(tiny.params(model))
+    found, harm = stepwise(model, params, prompts(), replies)
+    plain = Model(model.spec)
+    decode = jax.jit(plain.decode)
+    batch = assemble(prompts(), 3, 0, left_pad=True)
+    x, state = jax.jit(plain.prefill, static_argnums=(2, 3))(params, batch, batch.tokens.shape[1] + NEW, NEW)
+    wanted = [x]
+    for step in range(1, NEW):
+        x, state = decode(params, replies[:, step - 1], state)
+        wanted.append(x)
+    np.testing.assert_array_equal(found, decoder.logits(model.spec, params["backbone"], jnp.stack(wanted, 1)))
+    assert harm.shape == (3, 4) and float(jnp.abs(stepwise(strong, params, prompts(), replies)[0] - found).max()) > 0.1
 
 
 def test_bridges_are_averaged_over_refreshes():

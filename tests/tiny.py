@@ -11,7 +11,7 @@ from calyrex_jax.adapters.lora import Lora
 from calyrex_jax.adapters.parallel_mlp import ParallelMlp, ParallelMlpConfig
 from calyrex_jax.adapters.placement import boundaries
 from calyrex_jax.adapters.svgt import Svgt
-from calyrex_jax.adapters.value_bridge import BridgeConfig
+from calyrex_jax.adapters.value_bridge import BridgeConfig, InjectionConfig
 from calyrex_jax.adapters.value_space import ValueSpaceConfig
 from calyrex_jax.backbones import decoder
 from calyrex_jax.backbones.spec import DecoderSpec
@@ -112,10 +112,12 @@ def lora(spec, rank, alpha=6.0, layers=None, ranks=None, **changes):
     return Lora(LowRank(each, alpha, layers.start, layers.stop, **changes), tuple(shapes.items()))
 
 
-def svgt(spec, layer=1, tokens=3, refresh_every=2, momentum=0.5, **changes):
-    """A value space of width 12 and a bridge; `changes` go to the value space."""
+def svgt(spec, layer=1, tokens=3, refresh_every=2, momentum=0.5, strength=None, **changes):
+    """A value space of width 12 and a bridge, or with `strength` an injection; `changes` go to the value space."""
     value = ValueSpaceConfig(**{"embed_dim": spec.embed_dim, "value_dim": 12, "num_heads": 3} | changes)
     bridge = BridgeConfig(spec.embed_dim, value.value_dim, tokens, num_heads=spec.num_heads)
+    if strength is not None:
+        bridge = InjectionConfig(spec.embed_dim, value.value_dim, strength)
     return Svgt(value, bridge, layer, refresh_every, momentum)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import jax
 
-from calyrex_jax.adapters.value_bridge import Bridge, BridgeConfig
+from calyrex_jax.adapters.value_bridge import Bridge, BridgeConfig, Injection, InjectionConfig
 from calyrex_jax.adapters.value_space import ValueSpace, ValueSpaceConfig
 from calyrex_jax.core.errors import UserError
 from calyrex_jax.core.types import Tree
@@ -44,7 +44,7 @@ class Svgt:
     """
 
     value: ValueSpaceConfig
-    bridge_config: BridgeConfig
+    bridge_config: BridgeConfig | InjectionConfig
     layer: int
     refresh_every: int
     momentum: float
@@ -78,9 +78,19 @@ class Svgt:
         return ValueSpace(self.value)
 
     @property
-    def bridge(self) -> Bridge:
+    def injects(self) -> bool:
+        """Whether this is the control SVGT-Inject, which adds to the stream at l* and has no bridge."""
+        return isinstance(self.bridge_config, InjectionConfig)
+
+    @property
+    def slots(self) -> int:
+        """K: how many slots and positions the bridge takes behind a prompt."""
+        return 0 if self.injects else self.bridge_config.num_tokens
+
+    @property
+    def bridge(self) -> Bridge | Injection:
         """The functions of the bridge; its parameters are those at `bridge`."""
-        return Bridge(self.bridge_config)
+        return Injection(self.bridge_config) if self.injects else Bridge(self.bridge_config)
 
     def init(self, key: jax.Array) -> Tree:
         """Fresh parameters of both, float32."""

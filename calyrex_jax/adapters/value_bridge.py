@@ -83,3 +83,52 @@ class Bridge:
     def gate(self, params: Tree) -> Array:
         """softplus(a), a scalar: how much of B_raw the tokens carry."""
         return jax.nn.softplus(params["strength"])
+
+
+@dataclass(frozen=True)
+class InjectionConfig:
+    """SVGT-Inject, the bridge's control: the correction, lifted to the backbone's width, is added to the stream at l*.
+
+    strength  a factor on what is added; 0 changes nothing
+    """
+
+    embed_dim: int
+    value_dim: int
+    strength: float = 1.0
+
+    def __post_init__(self):
+        if self.strength < 0:
+            raise UserError(f"config.svgt.strength: got {self.strength}, expected 0 (no change) or more")
+
+
+class InjectionModule(nn.Module):
+    """φ without biases, so that no correction adds exactly nothing."""
+
+    config: InjectionConfig
+
+    @nn.compact
+    def __call__(self, dz: Array) -> Array:
+        hidden = gelu(nn.Dense(self.config.embed_dim, use_bias=False, name="lift_hidden")(dz))
+        return nn.Dense(self.config.embed_dim, use_bias=False, name="lift_out")(hidden)
+
+
+@dataclass(frozen=True)
+class Injection:
+    """What stands for the bridge in SVGT-Inject; the same interface, with one vector for the K tokens."""
+
+    config: InjectionConfig
+
+    def init(self, key: jax.Array) -> Tree:
+        """Fresh parameters, float32."""
+        return jax.jit(lambda key: InjectionModule(self.config).init(key, jnp.zeros((1, self.config.value_dim)))["params"])(
+            key
+        )
+
+    def propose(self, params: Tree, h_v: Array, dz: Array) -> Array:
+        """What to add to the stream, [B, 1, D] float32; the trigger's state is not looked at."""
+        with jax.default_matmul_precision("highest"):
+            return self.config.strength * InjectionModule(self.config).apply({"params": params}, dz)[:, None]
+
+    def gate(self, params: Tree) -> Array:
+        """The strength."""
+        return jnp.float32(self.config.strength)

@@ -27,3 +27,7 @@ class Account:
             f"dropped {n} {reason} ({', '.join(self.places[reason])}{', …' if n > 5 else ''})"
             for reason, n in self.dropped.items()
         ]
+
+    def line(self, what: str = "examples") -> str:
+        """All of it in one line: "kept 3 of 5 examples; dropped 2 too long (f.jsonl:3, f.jsonl:9)"."""
+        return "; ".join([f"kept {self.kept} of {self.read} {what}", *self.gone()])

@@ -115,11 +115,11 @@ def encode_labelled(tokenizer: Tokenizer, example: Labelled, policy: ChatPolicy,
 
 
 def encode_labelled_corpus(
-    tokenizer: Tokenizer, examples: Sequence[Labelled], policy: ChatPolicy, max_length: int
+    tokenizer: Tokenizer, examples: Sequence[Labelled], policy: ChatPolicy, max_length: int, both: bool = True
 ) -> tuple[list[EncodedLabelled], Account]:
     """`encode_labelled` of many; what is too long is dropped and counted, nothing is cut.
 
-    Raises UserError where the labels left are not of both kinds.
+    Raises UserError where `both` and the labels left are not of both kinds.
     """
     account, found = Account(read=len(examples)), []
     for at in range(0, len(examples), _BLOCK):
@@ -130,9 +130,10 @@ def encode_labelled_corpus(
             else:
                 found.append(encoded)
     account.kept = len(found)
-    if {encoded.label for encoded in found} != {0, 1}:
-        gone = "; ".join([f"kept {account.kept} of {account.read} examples", *account.gone()])
-        raise UserError(f"labelled data: both labels are needed, but {gone}; raise the greatest length ({max_length})")
+    if both and {encoded.label for encoded in found} != {0, 1}:
+        raise UserError(
+            f"labelled data: both labels are needed, but {account.line()}; raise the greatest length ({max_length})"
+        )
     return found, account
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from calyrex_jax import guidance
 from calyrex_jax.backbones import decoder
 from calyrex_jax.core.errors import UserError
 from calyrex_jax.core.types import Array, Batch, Tree
@@ -43,15 +44,19 @@ def stream_scores(
     """log p(token i | those before it) of each conversation: float32 [T], in input order, as soon as it is known.
 
     Entry 0 is NaN: nothing comes before the first token. The other options and the errors are those of `loop.stream`.
+
+    With SVGT, the last reply of a conversation (its last run of `targets`) is scored under guidance, as if it were being
+    written; what stands before it is the prompt.
     """
     if batch_size < 1:
         raise UserError(f"config.generate.batch_size: got {batch_size}, expected at least 1")
-    check(model.spec, conversations, 0, where)
+    check(model.spec, conversations, model.bridge_slots, where)
     size = rows_of(batch_size, len(conversations), mesh)
-    return _in_order(partial(_score, model, params), conversations, size, pad_id, mesh, progress)
+    guided = None if model.svgt is None else partial(_guided, model, params, size, mesh)
+    return _in_order(partial(_score, model, params), guided, conversations, size, pad_id, mesh, progress)
 
 
-def _in_order(run, conversations, size: int, pad_id: int, mesh, progress) -> Iterator[np.ndarray]:
+def _in_order(run, guided, conversations, size: int, pad_id: int, mesh, progress) -> Iterator[np.ndarray]:
     done: dict[int, np.ndarray] = {}
     following, tokens = 0, 0
     for chosen in plan([len(c.tokens) for c in conversations], max(size, 1)):
@@ -61,11 +66,45 @@ def _in_order(run, conversations, size: int, pad_id: int, mesh, progress) -> Ite
             length = len(conversations[row].tokens)
             done[row] = np.concatenate([[np.float32(np.nan)], made[at, : length - 1]])
             tokens += length
+        if guided is not None:
+            for row, start, found in guided([(row, conversations[row]) for row in chosen]):
+                done[row][start:] = found
         if progress is not None:
             progress(following + len(done), tokens)
         while following in done:
             yield done.pop(following)
             following += 1
+
+
+def _guided(model: Model, params: Tree, size: int, mesh, chosen: Sequence[tuple[int, Sequenced]]):
+    """(row, where its last reply starts, log-probabilities of the reply) of those that have a prompt and a reply."""
+    starts = [(row, conversation, reply_start(conversation.targets)) for row, conversation in chosen]
+    starts = [part for part in starts if 0 < part[2] < len(part[1].tokens)]
+    if not starts:
+        return []
+    talk = guidance.make_dialogue([c for _, c, _ in starts], [start for *_, start in starts], size)
+    found = jax.device_get(_score_guided(model, params, place(talk, mesh)))
+    return [(row, start, found[at, : len(c.tokens) - start]) for at, (row, c, start) in enumerate(starts)]
+
+
+def reply_start(targets: np.ndarray) -> int:
+    """Where the last run of true entries starts; the length where there is none.
+
+    >>> reply_start(np.array([False, True, False, True, True, False]))
+    3
+    """
+    at = np.flatnonzero(targets)
+    if not len(at):
+        return len(targets)
+    breaks = np.flatnonzero(np.diff(at) > 1)
+    return int(at[breaks[-1] + 1] if len(breaks) else at[0])
+
+
+@partial(jax.jit, static_argnums=0)
+def _score_guided(model: Model, params: Tree, talk: guidance.Dialogue) -> Array:
+    """[B, T] float32: log p of each token of the replies."""
+    states, _ = model.guided(params, talk)
+    return token_logprobs(states, decoder.head_matrix(params["backbone"]), talk.reply)
 
 
 @partial(jax.jit, static_argnums=0)
