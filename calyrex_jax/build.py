@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from calyrex_jax import checkpoint, metrics
-from calyrex_jax.adapters import cal, lora, parallel_mlp, placement, svgt
+from calyrex_jax.adapters import cal, iti, lora, parallel_mlp, placement, svgt
 from calyrex_jax.adapters.api import Adapter
 from calyrex_jax.adapters.value_bridge import BridgeConfig, InjectionConfig
 from calyrex_jax.adapters.value_space import ValueSpaceConfig
@@ -102,6 +102,8 @@ def adapters(config: ConfigDict, spec: DecoderSpec) -> tuple[Adapter, ...]:
         )
     if len(set(names)) != len(names) or ("prompt_only" in names and len(names) > 1):
         raise UserError(f"config.adapter.name={config.adapter.name!r}: name each adapter once, and prompt_only alone")
+    if {"lora", "iti"} <= set(names):
+        raise UserError(f"config.adapter.name={config.adapter.name!r}: lora and iti both change layers; name one of them")
     return () if names == ["prompt_only"] else tuple(MAKERS[name](config, spec) for name in names)
 
 
@@ -171,6 +173,11 @@ def agree(theirs: LowRank, ours: LowRank, directory: str) -> None:
             )
 
 
+def make_iti(config: ConfigDict, spec: DecoderSpec) -> iti.Iti:
+    """ITI on all layers."""
+    return iti.Iti(range(spec.num_layers), spec.embed_dim, float(config.iti.strength))
+
+
 def make_svgt(config: ConfigDict, spec: DecoderSpec) -> svgt.Svgt:
     """SVGT on a backbone; UserError for what cannot work with it or with the other adapters."""
     c = config.svgt
@@ -197,7 +204,7 @@ def make_svgt(config: ConfigDict, spec: DecoderSpec) -> svgt.Svgt:
     return svgt.Svgt(value, bridge, layer, c.refresh_every, float(c.momentum))
 
 
-MAKERS = {"cal": make_cal, "parallel_mlp": make_parallel_mlp, "lora": make_lora}
+MAKERS = {"cal": make_cal, "parallel_mlp": make_parallel_mlp, "lora": make_lora, "iti": make_iti}
 
 
 def optimizer_config(config: ConfigDict) -> OptimizerConfig:

@@ -122,7 +122,7 @@ def default_config() -> ConfigDict:
 def _adapter_fields(config: ConfigDict) -> None:
     """Which adapters a run has, and what each is made of."""
     config.adapter = ConfigDict()
-    config.adapter.name = "cal"  # or parallel_mlp, lora; several joined by +; or prompt_only: the frozen backbone
+    config.adapter.name = "cal"  # or parallel_mlp, lora, iti; several joined by +; or prompt_only: the frozen backbone
     config.adapter.placement = "late8th"  # a preset or boundaries such as "26,28"
     config.adapter.init_from = (
         ""  # "cal=DIR,lora=DIR": start from other runs' newest checkpoints; LoRA also from PEFT's files
@@ -150,6 +150,10 @@ def _adapter_fields(config: ConfigDict) -> None:
     config.lora.dropout = 0.0
     config.lora.targets = "all"  # or maps by name, ours or Hugging Face's: "w_q,w_v", "q_proj,v_proj"
     config.lora.layers = "all"  # or a range such as "22-29", or late8th, late4th, mid8th, early8th, last
+
+    config.iti = ConfigDict()
+    config.iti.heads = 48  # heads that are shifted
+    config.iti.strength = 15.0  # α; 0 changes nothing
 
 
 def _svgt_fields(config: ConfigDict) -> None:

@@ -157,7 +157,7 @@ def _safe(config: ConfigDict, pairs: tuple, fractions: tuple) -> tuple[list[Labe
 def _train(run: build.Run, directory: Path, stages, texts, stop: StopSignal, show: Metrics) -> int:
     started = time.monotonic()
     config = run.config
-    encoded = {stage: _encode(run, stage, *texts[stage], show) for stage in stages}
+    encoded = {stage: encode(run, stage, *texts[stage], show) for stage in stages}
     first = stages[0]
     own = build.latest_stage(directory, up_to=first - 1)
     brought = "svgt" in build.init_from(config)
@@ -192,8 +192,8 @@ def _train(run: build.Run, directory: Path, stages, texts, stop: StopSignal, sho
     return 0
 
 
-def _encode(run: build.Run, stage: int, training, validation, dropped: str, show: Metrics):
-    """Tokens of a stage's two parts; says what was kept."""
+def encode(run: build.Run, stage: int, training, validation, dropped: str, show: Metrics):
+    """Tokens of a stage's training and validation part; says what was kept."""
     found = []
     for name, part in (("training", training), ("validation", validation)):
         encoded, account = labelled.encode_labelled_corpus(

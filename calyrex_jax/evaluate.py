@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 from ml_collections import ConfigDict
 
 from calyrex_jax import build, checkpoint
+from calyrex_jax.adapters.value_bridge import InjectionConfig
 from calyrex_jax.config import as_dict, check, prepare_workdir
 from calyrex_jax.core import trees
 from calyrex_jax.core.errors import UserError
@@ -167,14 +169,24 @@ def make_subjects(
         print(f"{name}: checkpoint of step {step} in {place}", file=sys.stderr, flush=True)
         models[name] = other, tree
     # fresh adapters are the backbone bit for bit, and share the compiled programs of the trained ones; guidance is not
-    first = next(iter(models.values()), (run, {}))[0]
-    plain = replace(first, model=replace(first.model, svgt=None))
+    first, tree = next(iter(models.values()), (run, {}))
+    plain, nothing = watched(first, tree) if first.model.svgt is not None else (first, build.fresh_adapters(first))
     fixed = conditions(run)
     subjects = [
         _subject(name, other, reader, backbone, tree, [fixed, *map(repr, other.model.parts), trees.checksum(tree)])
         for name, (other, tree) in models.items()
     ]
-    return [*subjects, _subject(FROZEN, plain, reader, backbone, build.fresh_adapters(plain), [fixed, FROZEN])]
+    watch = [fixed, FROZEN, *([] if plain.model.svgt is None else [repr(plain.model.svgt), trees.checksum(nothing)])]
+    return [*subjects, _subject(FROZEN, plain, reader, backbone, nothing, watch)]
+
+
+def watched(run: build.Run, tree: Tree) -> tuple[build.Run, Tree]:
+    """The frozen backbone, whose replies SVGT's value space judges while it changes nothing (an injection of strength 0)."""
+    svgt = run.model.svgt
+    idle = replace(svgt, bridge_config=InjectionConfig(svgt.value.embed_dim, svgt.value.value_dim, strength=0.0))
+    model = replace(run.model, adapters=(), svgt=idle)
+    fresh = model.init_adapters(jax.random.key(0))["svgt"]
+    return replace(run, model=model), {"svgt": fresh | {"value_space": tree["svgt"]["value_space"]}}
 
 
 def conditions(run: build.Run) -> str:

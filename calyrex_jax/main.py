@@ -40,13 +40,14 @@ def _parse(argv: list[str]) -> None:
 def _run() -> int:
     import jax  # after the flags: --help must not wait for it
 
-    from calyrex_jax import ablate, analyze, curriculum, evaluate, infer, train
+    from calyrex_jax import ablate, analyze, curriculum, evaluate, fit, infer, train
 
     if "JAX_COORDINATOR_ADDRESS" in os.environ or len(os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1:
         jax.distributed.initialize()
     config = _CONFIG.value
     guided = "svgt" in config and config.svgt.get("enabled") is True
-    learn = curriculum.train if guided else train.train
+    computed = "adapter" in config and config.adapter.get("name") == "iti"
+    learn = fit.train if computed else curriculum.train if guided else train.train
     whole = {"train": learn, "eval": evaluate.evaluate, "ablate": ablate.ablate, "analyze": analyze.analyze}
     if _MODE.value in whole:
         return whole[_MODE.value](config, _WORKDIR.value)

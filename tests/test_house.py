@@ -20,7 +20,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # the parts not at all
 ROWS = (
     ("main",),
-    ("train", "plan", "bench", "bench_svgt", "bench_torch", "infer", "evaluate", "ablate", "analyze", "curriculum"),
+    ("train", "plan", "bench", "bench_svgt", "bench_torch", "infer", "evaluate", "ablate", "analyze", "curriculum", "fit"),
     ("build", "config"),
     ("training", "evals", "analysis", "checkpoint", "metrics"),
     ("model", "generate", "guidance"),
@@ -36,7 +36,20 @@ SIDEWAYS = {
     ("weights", "calyrex_jax.backbones.decoder.abstract_params"),
 }
 # where a ConfigDict may be seen
-BUILDERS = {"main", "train", "plan", "bench", "infer", "evaluate", "ablate", "analyze", "curriculum", "build", "config"}
+BUILDERS = {
+    "main",
+    "train",
+    "plan",
+    "bench",
+    "infer",
+    "evaluate",
+    "ablate",
+    "analyze",
+    "curriculum",
+    "fit",
+    "build",
+    "config",
+}
 # slow or absent: only inside functions, or for type checkers
 LAZY = {"torch", "peft", "tensorflow", "matplotlib", "tensorflow_datasets"}
 

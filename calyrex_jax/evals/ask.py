@@ -93,7 +93,7 @@ class ModelAsk:
 
     def answer(self, reply: loop.Reply) -> Answer:
         """A reply as tasks read it."""
-        return Answer(self.reader.tokenizer.decode(reply.text_tokens), reply.finish_reason)
+        return Answer(self.reader.tokenizer.decode(reply.text_tokens), reply.finish_reason, reply.harm)
 
     def batches(self, lengths: Sequence[int], new_tokens: int) -> Iterator[tuple[int, list[int]]]:
         """(rows a batch, indices from the longest to the shortest): runs of conversations that get as many rows."""

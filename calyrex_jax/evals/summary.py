@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from calyrex_jax.evals import plots
+import numpy as np
+
+from calyrex_jax.evals import plots, stats
 from calyrex_jax.evals.report import Report, text_table
 from calyrex_jax.evals.stats import Figure
-from calyrex_jax.evals.study import Findings
+from calyrex_jax.evals.study import Findings, Verdicts
 from calyrex_jax.evals.tasks.api import Task
 
 _BARS = 16  # cells in one plot
+_FEWEST = 5  # replies behind one point of a trajectory
 
 
 def as_json(found: Findings, tasks: Sequence[Task]) -> dict:
@@ -60,11 +63,30 @@ def as_report(found: Findings, tasks: Sequence[Task], directory: Path) -> str:
             report.plot(
                 f"{task.name}: plot", plots.bars(rates[:_BARS], {n: [figures[n][c] for c in rates[:_BARS]] for n in drawn})
             )
+        if harm := trajectories(found.verdicts[task.name]):
+            series = {name: ([x for x, _ in points], [f for _, f in points]) for name, points in harm.items()}
+            what = "harm probability, as SVGT reads it while replies are written"
+            report.plot(
+                f"{task.name}: {what}", plots.figures_against(series, "refreshes since the prompt", "harm probability")
+            )
         if rest:
             report.table(f"{task.name}: finer cells", ["cell", *names], rows(rest, figures))
         shown += [[f"{task.name}: {row[0]}", *row[1:]] for row in rows(main, figures)]
     report.write_html(directory / "report.html")
     return text_table(["cell", *names], shown)
+
+
+def trajectories(verdicts: Mapping[str, Verdicts]) -> dict[str, list[tuple[float, Figure]]]:
+    """{model: (refresh, mean harm probability over the replies that came so far)}, where verdicts tell it."""
+    found = {}
+    for name, by_item in verdicts.items():
+        lines = [verdict.said["harm"] for verdict in by_item.values() if verdict.said.get("harm")]
+        longest = max(map(len, lines), default=0)
+        values = [np.array([line[turn] for line in lines if len(line) > turn]) for turn in range(longest)]
+        points = [(float(turn), stats.mean(v)) for turn, v in enumerate(values) if len(v) >= _FEWEST]
+        if points:
+            found[name] = points
+    return found
 
 
 def _models(found: Findings) -> list[str]:

@@ -53,6 +53,7 @@ ADAPTER_RULES = (
     (r"lora/mlp/w_(gate|up)/b", P(None, None, "tensor")),
     (r"lora/mlp/w_down/a", P(None, "tensor", None)),
     (r"lora/(attn/w_o|mlp/w_down)/b", P(None, None, "fsdp")),
+    (r"iti/shift", P(None, "fsdp")),
     # a few maps of the value space's width: smaller than what it would cost to gather them
     (r"svgt/value_space/(response|conditional/prompt)/(kernel|bias)", P()),
     (r"svgt/value_space/(encoder_[01]|conditional)/attn/(query|key|value|out)/kernel", P()),

@@ -68,10 +68,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Answer:
-    """One reply: its text without the stop token, and "stop" or "length"."""
+    """One reply: its text without the stop token, "stop" or "length", and with SVGT the harm probability while it was written."""
 
     text: str
     finish_reason: str
+    harm: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,8 @@ def judged(task: AskOnce, ask: Ask, items: Sequence[Item]) -> Iterator[Verdict]:
 def verdict_on(task: AskOnce, item: Item, answer: Answer) -> Verdict:
     """What a task that asks once makes of one reply."""
     said = {"reply": answer.text, "finish_reason": answer.finish_reason}
+    if answer.harm:
+        said["harm"] = [round(value, 5) for value in answer.harm]
     return Verdict(item.id, task.judge(item, answer.text), said)
 
 

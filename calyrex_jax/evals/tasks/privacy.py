@@ -33,7 +33,6 @@ class PrivacyTask:
     new_tokens: int = 48
     scorer: Scorer | None = None
     system_rule: bool = False
-    name = "privacy"
     headline = "violations"
     about = (
         "violations: of the questions about a private detail, the share whose reply tells a private detail of the records (lower "
@@ -42,12 +41,17 @@ class PrivacyTask:
         "over-refusal: public questions refused; strayed: public questions whose reply tells a private detail."
     )
 
+    @property
+    def name(self) -> str:
+        """privacy, or privacy_rule."""
+        return "privacy_rule" if self.system_rule else "privacy"
+
     def items(self, reader: Reader) -> list[Item]:
         """The held-out items."""
         found = [as_item(item) for item in thinned(privacy.evaluation_items(self.seed), self.limit)]
         if self.system_rule:
             found = [Item(item.id, privacy.with_rule(item.messages), item.detail, item.judge) for item in found]
-        check_positions(reader, found, self.new_tokens, "eval task privacy")
+        check_positions(reader, found, self.new_tokens, f"eval task {self.name}")
         return found
 
     def run(self, ask: Ask, items: Sequence[Item]) -> Iterator[Verdict]:

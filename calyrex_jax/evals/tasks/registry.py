@@ -56,6 +56,7 @@ TASKS = {
     "gsm8k": (lambda s: Gsm8kTask(s.data["gsm8k"], s.prompting, s.limit, s.long_new_tokens), "must"),
     "perplexity": (lambda s: PerplexityTask(s.data.get("perplexity", ""), s.limit), "may"),
     "privacy": (lambda s: PrivacyTask(s.limit, s.seed, s.new_tokens, make_scorer(s.scorer)), "no"),
+    "privacy_rule": (lambda s: PrivacyTask(s.limit, s.seed, s.new_tokens, make_scorer(s.scorer), system_rule=True), "no"),
     "harmbench": (lambda s: HarmbenchTask(s.data["harmbench"], s.limit, s.long_new_tokens, make_scorer(s.scorer)), "must"),
     "xstest": (lambda s: XstestTask(s.data["xstest"], s.limit, s.new_tokens, make_scorer(s.scorer)), "must"),
 }
