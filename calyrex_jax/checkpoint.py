@@ -54,7 +54,16 @@ OPTIMIZER_FIELDS = tuple(
 )
 # what an adapter started from, and how it is used, is no property of the trained one
 START_FIELDS = frozenset(
-    {"cal.init", "svgt.enabled", "svgt.stages", "svgt.refresh_every", "svgt.momentum", "svgt.step", "svgt.strength"}
+    {
+        "cal.init",
+        "svgt.enabled",
+        "svgt.stages",
+        "svgt.refresh_every",
+        "svgt.momentum",
+        "svgt.step",
+        "svgt.strength",
+        "iti.strength",
+    }
 )
 # the fields that a trained adapter must be used with, where not all of its group
 PROPERTIES = {

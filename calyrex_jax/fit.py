@@ -64,8 +64,8 @@ def _fit(run: build.Run, directory: Path, texts: tuple, stop: StopSignal, show: 
     write_json(directory / "report.json", report)
     best = chosen[0]
     show.say(
-        f"iti: {len(chosen)} heads; the best, {best.head} of layer {best.layer}, tells {best.accuracy:.1%} of validation "
-        f"apart; {directory / 'report.json'}"
+        f"iti: {len(chosen)} heads; the best, head {best.head} of layer {best.layer}, has a probe accuracy of "
+        f"{best.accuracy:.1%} on validation; {directory / 'report.json'}"
     )
     return 0
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from calyrex_jax import build, curriculum, infer
+from calyrex_jax import build, curriculum, fit, infer
 from calyrex_jax.core import trees
 from calyrex_jax.core.errors import UserError
 from calyrex_jax.data.prefix_store import PrefixStore
@@ -162,6 +162,22 @@ def test_score_is_that_of_the_guided_reply(straight, config, tmp_path):
     np.testing.assert_array_equal(guided[:start], plain[:start])
     assert np.abs(guided[start:] - plain[start:]).min() > 1e-6
     assert found[True][1] == found[False][1]  # no reply, no guidance
+
+
+@pytest.mark.slow
+def test_iti_is_computed_from_the_same_data_and_used_like_any_adapter(config, tmp_path):
+    settings = config(enabled=False)
+    settings.adapter.name, settings.iti.heads = "iti", 3
+    assert fit.train(settings, str(tmp_path / "run")) == 0
+    report = json.loads((tmp_path / "run/report.json").read_text())
+    assert len(report["heads"]) == 3 and report["backbone_unchanged"]
+    source = tiny_runs.write_jsonl(tmp_path / "in.jsonl", [tiny_runs.conversation("keep a")])
+    found = []
+    for strength in (0.0, 30.0):
+        settings.iti.strength = strength
+        assert infer.run(settings, str(tmp_path / "run"), "score", str(source), str(tmp_path / "out.jsonl")) == 0
+        found.append(json.loads((tmp_path / "out.jsonl").read_text())["logprobs"][1:])
+    assert found[0] != found[1]
 
 
 def test_plans_hold_every_example_once_and_depend_on_the_epoch():
