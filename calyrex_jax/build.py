@@ -21,10 +21,10 @@ from calyrex_jax.adapters import cal, iti, lora, parallel_mlp, placement, svgt
 from calyrex_jax.adapters.api import Adapter
 from calyrex_jax.adapters.value_bridge import BridgeConfig, InjectionConfig
 from calyrex_jax.adapters.value_space import ValueSpaceConfig
-from calyrex_jax.backbones import decoder
+from calyrex_jax.backbones import decoder, named
 from calyrex_jax.backbones.spec import DecoderSpec
 from calyrex_jax.config import as_dict
-from calyrex_jax.core import numerics, trees
+from calyrex_jax.core import numerics, quantized, trees
 from calyrex_jax.core.errors import UserError
 from calyrex_jax.core.lowrank import LowRank
 from calyrex_jax.core.types import Tree
@@ -37,7 +37,7 @@ from calyrex_jax.sharding import rules
 from calyrex_jax.training.optimizer import OptimizerConfig
 from calyrex_jax.weights import peft
 from calyrex_jax.weights.load import load_backbone
-from calyrex_jax.weights.sources import ModelSource, resolve
+from calyrex_jax.weights.sources import ModelSource, resolve, resolve_config
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,11 @@ class Run:
     model: Model
     mesh: Mesh
     dtype: jnp.dtype
+
+    @property
+    def stored_as(self) -> str:
+        """How the frozen weights are kept, as far as results depend on it: "bfloat16", "bfloat16 int8"."""
+        return f"{self.dtype} {self.config.backbone.quantize}".strip()
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -77,9 +82,28 @@ def open_run(config: ConfigDict) -> Run:
     return Run(config, source, spec, tokenizer, policy, model, mesh, jnp.dtype(config.backbone.dtype))
 
 
+def planned_model(config: ConfigDict) -> Model:
+    """The model without its weights or tokenizer: by the packaged specs where the source is one of theirs."""
+    source = config.backbone.source
+    known = None if Path(source).expanduser().exists() else named.known_as(source)
+    spec = named.named_spec(known) if known else DecoderSpec.from_config(resolve_config(source), source)
+    return make_model(config, spec)
+
+
 def make_model(config: ConfigDict, spec: DecoderSpec) -> Model:
     """The decoder with the adapters, and the guidance, that a config names."""
-    return Model(spec, adapters(config, spec), make_svgt(config, spec) if config.svgt.enabled else None)
+    guide = make_svgt(config, spec) if config.svgt.enabled else None
+    return Model(spec, adapters(config, spec), guide, remat=config.train.remat == "layers")
+
+
+def check_batch(config: ConfigDict, mesh: Mesh) -> None:
+    """UserError where a training batch does not divide over devices and microbatches."""
+    rows = mesh.shape["data"] * mesh.shape["fsdp"] * config.train.accumulate
+    if config.train.batch_size % rows:
+        raise UserError(
+            f"config.train.batch_size={config.train.batch_size} does not divide over mesh.data × mesh.fsdp × train.accumulate "
+            f"= {rows}; choose a multiple of {rows}"
+        )
 
 
 def chat_template(name: str) -> str | None:
@@ -249,11 +273,25 @@ def sampling(config: ConfigDict) -> Sampling:
     return Sampling(temperature=float(g.temperature), top_k=g.top_k, top_p=float(g.top_p), seed=g.seed)
 
 
+def abstract_weights(spec: DecoderSpec, dtype: jnp.dtype, quantize: str, mesh: Mesh) -> Tree:
+    """What `load_weights` gives, as shapes with shardings."""
+    abstract = quantized.abstract(decoder.abstract_params(spec, dtype), quantize)
+    placed = rules.shardings(abstract, rules.BACKBONE_RULES, mesh)
+
+    def leaf(path: str, like: jax.ShapeDtypeStruct, where) -> jax.ShapeDtypeStruct:
+        kept = numerics.storage_type(like.dtype) if path.startswith("layers/") else like.dtype
+        return jax.ShapeDtypeStruct(like.shape, kept, sharding=where)
+
+    where = trees.flatten(placed)
+    return trees.map_with_path(lambda path, like: leaf(path, like, where[path]), abstract)
+
+
 def load_weights(run: Run, show: metrics.Metrics | None = None) -> Tree:
     """The frozen backbone on the mesh, in its own type; the stack of layers in that type's `numerics.storage_type`."""
-    abstract = decoder.abstract_params(run.spec, run.dtype)
+    kind = run.config.backbone.quantize
+    abstract = quantized.abstract(decoder.abstract_params(run.spec, run.dtype), kind)
     placed = rules.shardings(abstract, rules.BACKBONE_RULES, run.mesh)
-    leaves = trees.flatten(load_backbone(run.source, run.spec, run.dtype, placed))
+    leaves = trees.flatten(load_backbone(run.source, run.spec, run.dtype, placed, kind=kind))
     for path in leaves:  # one by one, so that no second stack exists
         if path.startswith("layers/"):
             leaves[path] = numerics.stored(leaves[path])
@@ -311,13 +349,15 @@ def taken_over(spec: DecoderSpec, layers: Tree, blocks: Tree) -> Tree:
     for key, block in blocks.items():
         layer = min(int(key.removeprefix("boundary_")), spec.num_layers - 1)
         # a block with fewer heads takes the first ones
-        taken = {
-            name: numerics.take_layer(layers["attn"][name], layer)[:, : block[name].shape[1]]
-            for name in ("w_q", "w_k", "w_v")
-        }
-        taken["attn_norm"] = numerics.take_layer(layers["attn_norm"]["scale"], layer)
+        taken = {name: _taken(layers["attn"][name], layer)[:, : block[name].shape[1]] for name in ("w_q", "w_k", "w_v")}
+        taken["attn_norm"] = _taken(layers["attn_norm"]["scale"], layer)
         found[key] = block | {n: jax.device_put(v.astype(block[n].dtype), block[n].sharding) for n, v in taken.items()}
     return found
+
+
+def _taken(stack: Tree, layer: int) -> jax.Array:
+    one = jax.tree.map(lambda leaf: numerics.take_layer(leaf, layer), stack)
+    return quantized.decoded(one, jnp.float32) if quantized.is_quantized(one) else one
 
 
 def restored(run: Run, workdir: Path, like: Tree) -> tuple[int, Tree]:

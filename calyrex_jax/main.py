@@ -15,7 +15,7 @@ from ml_collections import config_flags
 from calyrex_jax.config import complaint
 from calyrex_jax.core.errors import UserError
 
-MODES = ("train", "score", "generate", "eval", "ablate", "analyze")
+MODES = ("train", "score", "generate", "eval", "ablate", "analyze", "plan")
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file with get_config(), such as configs/quickstart.py.")
 _WORKDIR = flags.DEFINE_string("workdir", "", "Directory of checkpoints, metrics and reports.")
 _MODE = flags.DEFINE_enum("mode", "train", MODES, "What to do.")
@@ -40,7 +40,7 @@ def _parse(argv: list[str]) -> None:
 def _run() -> int:
     import jax  # after the flags: --help must not wait for it
 
-    from calyrex_jax import ablate, analyze, curriculum, evaluate, fit, infer, train
+    from calyrex_jax import ablate, analyze, curriculum, evaluate, fit, infer, plan, train
 
     if "JAX_COORDINATOR_ADDRESS" in os.environ or len(os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1:
         jax.distributed.initialize()
@@ -48,7 +48,8 @@ def _run() -> int:
     guided = "svgt" in config and config.svgt.get("enabled") is True
     computed = "adapter" in config and config.adapter.get("name") == "iti"
     learn = fit.train if computed else curriculum.train if guided else train.train
-    whole = {"train": learn, "eval": evaluate.evaluate, "ablate": ablate.ablate, "analyze": analyze.analyze}
+    whole = {"train": learn, "eval": evaluate.evaluate, "ablate": ablate.ablate}
+    whole |= {"analyze": analyze.analyze, "plan": plan.plan}
     if _MODE.value in whole:
         return whole[_MODE.value](config, _WORKDIR.value)
     return infer.run(config, _WORKDIR.value, _MODE.value, _INPUT.value, _OUTPUT.value)

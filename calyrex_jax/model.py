@@ -54,11 +54,13 @@ class Model:
 
     svgt  guides generation (`prefill`, `decode`); whole sequences (`hidden`) are not guided. Its leaves are
           params["adapters"]["svgt"]
+    remat  training computes each layer anew in the backward pass: less memory, more time
     """
 
     spec: DecoderSpec
     adapters: tuple[Adapter, ...] = ()
     svgt: Svgt | None = None
+    remat: bool = False
 
     @property
     def parts(self) -> tuple[Adapter | Svgt, ...]:
@@ -108,7 +110,7 @@ class Model:
         """
         context = decoder.make_context(self.spec, batch.positions, batch.segments)
         if start:
-            x = jnp.asarray(batch.prefix, backbone["embed"]["tokens"].dtype)
+            x = jnp.asarray(batch.prefix, decoder.stream_dtype(backbone))
         else:
             x = decoder.embed(self.spec, backbone, batch.tokens, batch.positions)
         return decoder.run_layers(self.spec, backbone["layers"], x, context, start, self.first_boundary)[0]
@@ -116,7 +118,7 @@ class Model:
     def hidden(self, params: Tree, batch: Batch, prefix: Array | None = None, key: Array | None = None) -> jax.Array:
         """States after the final norm, [B, T, D]; `prefix` spares the layers below the first boundary, `key` is dropout's."""
         backbone = params["backbone"]
-        x = self.prefix(backbone, batch) if prefix is None else jnp.asarray(prefix, backbone["embed"]["tokens"].dtype)
+        x = self.prefix(backbone, batch) if prefix is None else jnp.asarray(prefix, decoder.stream_dtype(backbone))
         stream = self._stream(params, x, batch)
         x, _ = self._walk(
             params, stream, self.first_boundary, self.spec.num_layers, _apply, deltas=self._deltas(params, key)
@@ -125,7 +127,7 @@ class Model:
 
     def frozen(self, backbone: Tree, batch: Batch, prefix: Array) -> jax.Array:
         """What `hidden` gives without any adapter, [B, T, D], from the states at the first boundary on."""
-        x = jnp.asarray(prefix, backbone["embed"]["tokens"].dtype)
+        x = jnp.asarray(prefix, decoder.stream_dtype(backbone))
         context = decoder.make_context(self.spec, batch.positions, batch.segments)
         x, _ = decoder.run_layers(self.spec, backbone["layers"], x, context, self.first_boundary, self.spec.num_layers)
         return decoder.final_norm(self.spec, backbone, x)
@@ -137,7 +139,7 @@ class Model:
     def prefill_prefix(self, backbone: Tree, batch: Batch, capacity: int, new_tokens: int) -> tuple[jax.Array, Cache]:
         """The part of `prefill` below the first boundary, which all adapters at these boundaries share."""
         context = decoder.make_context(self.spec, batch.positions, batch.segments, self._total(batch, new_tokens))
-        cache = init_cache(self.spec, batch.tokens.shape[0], capacity, backbone["embed"]["tokens"].dtype)
+        cache = init_cache(self.spec, batch.tokens.shape[0], capacity, decoder.stream_dtype(backbone))
         cache = extend(cache, batch.positions, batch.segments)
         x = decoder.embed(self.spec, backbone, batch.tokens, batch.positions)
         return decoder.run_layers(self.spec, backbone["layers"], x, context, 0, self.first_boundary, cache, fill=True)
@@ -317,8 +319,9 @@ class Model:
 
         What stands at `stop` itself belongs to the next walk, unless no layer is left.
         """
-        run = functools.partial(decoder.run_layers, self.spec, params["backbone"]["layers"], context=stream.context)
         x, layer, context = stream.x, start, stream.context
+        layers = params["backbone"]["layers"]
+        run = functools.partial(decoder.run_layers, self.spec, layers, context=context, remat=self.remat)
         last = self.spec.num_layers
         for boundary in (b for b in self.stops if start <= b < stop or b == stop == last):
             x, cache = run(x, start=layer, stop=boundary, cache=cache, fill=fill, deltas=deltas)

@@ -28,10 +28,10 @@ from calyrex_jax.data.prefix_store import PrefixStore
 from calyrex_jax.evals import quickstart
 from calyrex_jax.evals.report import write_json
 from calyrex_jax.metrics import Metrics, peak_memory
-from calyrex_jax.sharding.rules import ADAPTER_RULES, batch_sharding, replicated, shardings
+from calyrex_jax.sharding.rules import batch_sharding
 from calyrex_jax.training import sft
 from calyrex_jax.training.optimizer import learning_rate, make_optimizer
-from calyrex_jax.training.step import TrainState, init_state, make_train_step
+from calyrex_jax.training.step import TrainState, init_state, jit_train_step, state_shardings
 
 
 class Interrupted(Exception):
@@ -141,17 +141,14 @@ def _train(
         fill_prefixes(run, directory, backbone, examples, store, show, stop)
 
     # The steps.
-    step_fn = jax.jit(
-        make_train_step(
-            model,
-            optimizer,
-            accumulate=config.train.accumulate,
-            chunk=config.train.loss_chunk,
-            compact=mesh.size == 1,
-            seed=config.train.seed,
-        ),
-        donate_argnums=0,
-        out_shardings=(placed, replicated(mesh)),
+    step_fn = jit_train_step(
+        model,
+        optimizer,
+        placed,
+        mesh,
+        accumulate=config.train.accumulate,
+        chunk=config.train.loss_chunk,
+        seed=config.train.seed,
     )
     rate = learning_rate(settings)
     meter = Meter()
@@ -268,18 +265,7 @@ def fill_prefixes(
 
 def place_state(optimizer: optax.GradientTransformation, adapters: Tree, mesh: Mesh) -> tuple[TrainState, Tree]:
     """The first train state on the mesh, and its shardings: optimiser moments lie where their parameters lie."""
-    leaves = shardings(adapters, ADAPTER_RULES, mesh)
-    whole = replicated(mesh)
-    shapes = jax.eval_shape(lambda tree: init_state(optimizer, tree), adapters)
-    moments = optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda moment, where: moment if isinstance(moment, optax.MaskedNode) else where,  # a frozen adapter has none
-        shapes.opt_state,
-        leaves,
-        transform_non_params=lambda _: whole,
-        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
-    )
-    placed = TrainState(step=whole, trainable=leaves, opt_state=moments, skipped=whole)
+    placed = state_shardings(optimizer, adapters, mesh)
     return jax.jit(lambda tree: init_state(optimizer, tree), out_shardings=placed)(adapters), placed
 
 
@@ -333,7 +319,7 @@ def prefix_place(run: build.Run, directory: Path, examples) -> tuple[Path | str,
     """Where frozen states are kept, and the key of all that they depend on but the boundary."""
     key = {
         "checkpoint": run.source.fingerprint(),
-        "backbone_dtype": str(run.dtype),
+        "backbone_dtype": run.stored_as,
         "tokenizer": run.tokenizer.fingerprint(),
         "data": pipeline.fingerprint(examples),
     }
@@ -341,14 +327,9 @@ def prefix_place(run: build.Run, directory: Path, examples) -> tuple[Path | str,
 
 
 def make_batches(run: build.Run, examples, store: PrefixStore | None) -> pipeline.Batches:
-    """The run's batches; UserError where a batch does not divide over devices and microbatches."""
+    """The run's batches; UserError as `build.check_batch`."""
     config = run.config
-    rows = run.mesh.shape["data"] * run.mesh.shape["fsdp"] * config.train.accumulate
-    if config.train.batch_size % rows:
-        raise UserError(
-            f"config.train.batch_size={config.train.batch_size} does not divide over mesh.data × mesh.fsdp × train.accumulate "
-            f"= {rows}; choose a multiple of {rows}"
-        )
+    build.check_batch(config, run.mesh)
     return pipeline.Batches(
         examples,
         batch_size=config.train.batch_size,

@@ -22,7 +22,7 @@ ROWS = (
     ("main",),
     ("train", "plan", "bench", "bench_svgt", "bench_torch", "infer", "evaluate", "ablate", "analyze", "curriculum", "fit"),
     ("build", "config"),
-    ("training", "evals", "analysis", "checkpoint", "metrics"),
+    ("training", "planning", "evals", "analysis", "checkpoint", "metrics"),
     ("model", "generate", "guidance"),
     ("weights", "adapters", "backbones", "data", "sharding"),
     ("core",),

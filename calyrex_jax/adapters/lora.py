@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from calyrex_jax.core.errors import UserError
 from calyrex_jax.core.lowrank import FUSED, KINDS, Deltas, LowRank, rank_parameters
 from calyrex_jax.core.numerics import stored
+from calyrex_jax.core.quantized import is_quantized
 from calyrex_jax.core.types import Array, Tree
 
 Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
@@ -141,6 +142,10 @@ def merge(low_rank: LowRank, backbone: Tree, leaves: Tree) -> Tree:
 
     The product is float32, and added before the one rounding. The layers may be `numerics.stored`, and then are again.
     """
+    if is_quantized(backbone["layers"]["attn"]["w_q"]):
+        raise UserError(
+            "backbone.quantize: LoRA cannot be merged into quantised weights; leave backbone.quantize empty to merge"
+        )
     layers = {room: dict(part) for room, part in backbone["layers"].items()}
     for kind, _ in low_rank.ranks:
         room, leaf = kind.split("/")

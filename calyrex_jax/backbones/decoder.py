@@ -17,8 +17,10 @@ from calyrex_jax.backbones.layers import Mlp, Norm, norm
 from calyrex_jax.backbones.rope import phases
 from calyrex_jax.backbones.spec import DecoderSpec
 from calyrex_jax.core.lowrank import Deltas, LayerDeltas
-from calyrex_jax.core.numerics import put, settle, stored, take_layer
-from calyrex_jax.core.trees import flatten, unflatten
+from calyrex_jax.core.numerics import platform, put, settle, stored, take_layer
+from calyrex_jax.core.placing import by_rows, by_vocabulary, gathered, on_several
+from calyrex_jax.core.quantized import decoded, is_quantized, table_logits, table_rows
+from calyrex_jax.core.trees import flatten, map_with_path, unflatten
 from calyrex_jax.core.types import Tree
 
 __all__ = [
@@ -102,10 +104,10 @@ def embed(spec: DecoderSpec, backbone: Tree, tokens: jax.Array, positions: jax.A
 
     Ids and positions beyond the tables are clipped: `check_tokens` and `check_length` refuse them on the host.
     """
-    x = jnp.take(backbone["embed"]["tokens"], tokens, axis=0, mode="clip")
+    x = table_rows(backbone["embed"]["tokens"], tokens, stream_dtype(backbone))
     if spec.learned_positions:
         x = settle(x + jnp.take(backbone["embed"]["positions"], positions, axis=0, mode="clip"))
-    return x
+    return by_rows(x)
 
 
 def make_context(
@@ -151,6 +153,7 @@ def run_layers(
     cache: Cache | None = None,
     fill: bool = False,
     deltas: Deltas | None = None,
+    remat: bool = False,
 ) -> tuple[jax.Array, Cache | None]:
     """Runs layers start … stop - 1 on x [B, T, D]; start == stop returns x.
 
@@ -160,6 +163,7 @@ def run_layers(
     are written to it; they attend to each other alone where `fill` (the cache was empty), else to all of it.
     Within a segment of x, positions must rise from slot to slot.
     deltas change linear maps of all these layers or of none of them.
+    remat: the backward pass computes a layer anew from its input alone, instead of keeping its matrix products.
     """
     if start == stop:
         return x, cache
@@ -167,6 +171,7 @@ def run_layers(
     changes = (lambda *_: None) if deltas is None else deltas.at
     windows = set(spec.windows[start:stop])
     step = _stepper(spec, context, cache, fill, windows.pop() if len(windows) == 1 else _MIXED)
+    policy = None if remat else _products
     carry = (x, None, None) if cache is None else (x, cache.k, cache.v)
     if isinstance(layers, tuple):
         for layer in range(start, stop):
@@ -175,20 +180,33 @@ def run_layers(
         # XLA would unroll a loop of one step, then merge what the backward pass recomputes with the forward's own
         # while decoding, XLA's CPU backend copies a layer faster by an index that it cannot see than by a constant
         index = start if cache is None else jax.lax.optimization_barrier(jnp.int32(start))
-        carry = step(carry, start, jax.tree.map(lambda leaf: take_layer(leaf, index), layers), changes(start))
+
+        def alone(carry: tuple, layers: Tree, changed: LayerDeltas | None) -> tuple:
+            return step(carry, start, take_all(layers, index, x.dtype), changed)
+
+        if remat or platform() != "cpu" or on_several() or is_quantized(layers["attn"]["w_q"]):
+            # or the backward pass would keep the layer as it was taken: a copy, gathered or dequantised
+            alone = jax.checkpoint(alone, policy=policy)
+        carry = alone(carry, layers, changes(start))
     else:
 
         def body(carry: tuple, at: tuple[jax.Array, Tree]) -> tuple[tuple, None]:
             layer, leaves = at
-            taken = jax.tree.map(lambda leaf: take_layer(leaf, layer), layers)
-            return step(carry, layer, taken, changes(layer, leaves)), None
+            return step(carry, layer, take_all(layers, layer, x.dtype), changes(layer, leaves)), None
 
-        body = jax.checkpoint(body, prevent_cse=False, policy=_products)
+        body = jax.checkpoint(body, prevent_cse=False, policy=policy)
         # trained leaves are scanned over, not indexed: the gradient of an index is a whole stack of zeros a layer
         leaves = None if deltas is None else deltas.leaves
         carry, _ = jax.lax.scan(body, carry, (jnp.arange(start, stop, dtype=jnp.int32), leaves))
     x, k_all, v_all = carry
     return x, cache if cache is None else cache.replace(k=k_all, v=v_all)
+
+
+def take_all(layers: Tree, layer: jax.Array | int, dtype: jax.typing.DTypeLike) -> Tree:
+    """One layer's leaves out of the stack in `dtype`, gathered for use where they lie on several devices."""
+    # what is quantised is gathered as it lies, in few bits, and decoded behind that
+    taken = map_with_path(lambda path, leaf: gathered(path, take_layer(leaf, layer)), layers)
+    return jax.tree.map(lambda leaf: decoded(leaf, dtype), taken, is_leaf=is_quantized)
 
 
 def _stepper(
@@ -215,7 +233,7 @@ def _stepper(
             return attend_tokens(q, k, v, tokens, keys, window, ordered=among_themselves), new
 
         x, new = DecoderLayer(spec).apply({"params": params}, x, context, layer, attention, deltas)
-        return (settle(x), *new)
+        return (by_rows(settle(x)), *new)
 
     return step
 
@@ -240,16 +258,21 @@ def final_norm(spec: DecoderSpec, backbone: Tree, x: jax.Array) -> jax.Array:
     return norm(spec, x, backbone["final_norm"]["scale"], backbone["final_norm"].get("bias"))
 
 
-def head_matrix(backbone: Tree) -> jax.Array:
-    """[V, D]: the head's own matrix, or the embedding where tied."""
+def stream_dtype(backbone: Tree) -> jnp.dtype:
+    """The type of the residual stream: that of norms, which are never quantised."""
+    return backbone["final_norm"]["scale"].dtype
+
+
+def head_matrix(backbone: Tree) -> Tree:
+    """The head's own table [V, D], or the embedding where tied; it may be quantised."""
     return backbone["head"]["w"] if "head" in backbone else backbone["embed"]["tokens"]
 
 
 def head_rows(backbone: Tree, tokens: jax.Array) -> jax.Array:
     """The head's rows of tokens, [B, T] int32 -> [B, T, D]."""
-    return jnp.take(head_matrix(backbone), tokens, axis=0, mode="clip")
+    return table_rows(head_matrix(backbone), tokens, stream_dtype(backbone))
 
 
 def logits(spec: DecoderSpec, backbone: Tree, x: jax.Array) -> jax.Array:
     """Float32 logits over all rows of the embedding, [..., D] -> [..., V]; x after the final norm."""
-    return jnp.einsum("...d,vd->...v", x, head_matrix(backbone), preferred_element_type=jnp.float32)
+    return by_vocabulary(table_logits(x, head_matrix(backbone)))

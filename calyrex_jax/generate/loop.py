@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from calyrex_jax import guidance
 from calyrex_jax.backbones import decoder
 from calyrex_jax.core.errors import UserError
+from calyrex_jax.core.placing import on_mesh
 from calyrex_jax.core.types import Array, Batch, Tree, bucket
 from calyrex_jax.generate.batching import Sequenced, assemble, check, place, plan, rows_of
 from calyrex_jax.generate.sampling import Sampling, choose
@@ -141,7 +142,8 @@ def _replies(model: Model, run, prompts, size: int, pad_id: int, mesh, progress)
         batch = assemble([prompts[row] for row in chosen], size, pad_id, left_pad=True)
         rows = np.zeros(size, np.int32)
         rows[: len(chosen)] = chosen
-        results = jax.device_get(run(*place((batch, rows), mesh)))
+        with on_mesh(mesh):
+            results = jax.device_get(run(*place((batch, rows), mesh)))
         for at, row in enumerate(chosen):
             done[row] = _reply(model, results, at, row)
             tokens += len(done[row].tokens)
@@ -300,3 +302,11 @@ def _guided(running: Callable, body: Callable, period: int, carry: tuple) -> tup
         return jax.lax.while_loop(lambda c: running(c) & due(c), partial(body, refresh=True), carry)
 
     return jax.lax.while_loop(running, round_, carry)
+
+
+def lower(model: Model, params: Tree, batch: Batch, new_tokens: int, sampling: Sampling, mesh: Mesh | None):
+    """The program that `stream` runs on `mesh`, traced for shapes alone: a plan compiles it."""
+    rows = jax.ShapeDtypeStruct(batch.tokens.shape[:1], jnp.int32, sharding=batch.tokens.sharding)
+    scalars = np.zeros(1, np.int32), np.uint32(0)
+    with on_mesh(mesh):
+        return _run.lower(model, new_tokens, sampling, model.spec.vocab_size, params, None, *scalars, batch, rows)

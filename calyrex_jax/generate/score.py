@@ -17,6 +17,8 @@ from jax.sharding import Mesh
 from calyrex_jax import guidance
 from calyrex_jax.backbones import decoder
 from calyrex_jax.core.errors import UserError
+from calyrex_jax.core.placing import by_vocabulary
+from calyrex_jax.core.quantized import table_logits, table_size
 from calyrex_jax.core.types import Array, Batch, Tree
 from calyrex_jax.generate.batching import Sequenced, assemble, check, place, plan, rows_of
 from calyrex_jax.model import Model
@@ -114,7 +116,7 @@ def _score(model: Model, params: Tree, batch: Batch) -> Array:
     return token_logprobs(states, decoder.head_matrix(params["backbone"]), jnp.asarray(batch.tokens)[:, 1:])
 
 
-def token_logprobs(states: Array, head: Array, labels: Array) -> jax.Array:
+def token_logprobs(states: Array, head: Tree, labels: Array) -> jax.Array:
     """log softmax(states · headᵀ) at `labels`: states [B, M, D], head [V, D], labels [B, M] -> [B, M] float32."""
     return by_token(states, head, labels, logprob)
 
@@ -125,10 +127,10 @@ def logprob(logits: Array, labels: Array) -> jax.Array:
     return picked - jax.nn.logsumexp(logits, axis=-1)
 
 
-def by_token(states: Array, head: Array, labels: Array, read: Callable) -> Tree:
+def by_token(states: Array, head: Tree, labels: Array, read: Callable) -> Tree:
     """read(logits [B, c, V], labels [B, c]), a tree of [B, c], for all of states [B, M, D] in chunks: a tree of [B, M]."""
     rows, count, _ = states.shape
-    size = max(1, min(_MAX_CHUNK, count, _CHUNK_LOGITS // (rows * head.shape[0])))
+    size = max(1, min(_MAX_CHUNK, count, _CHUNK_LOGITS // (rows * table_size(head))))
     room = -count % size
 
     def split(array: Array) -> Array:
@@ -137,7 +139,7 @@ def by_token(states: Array, head: Array, labels: Array, read: Callable) -> Tree:
 
     def one(part):
         x, label = part
-        return read(jnp.einsum("bcd,vd->bcv", x, head, preferred_element_type=jnp.float32), label)
+        return read(by_vocabulary(table_logits(x, head)), label)
 
     found = jax.lax.map(one, (split(states), split(labels)))
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, count + room)[:, :count], found)

@@ -14,13 +14,15 @@ from jax.sharding import PartitionSpec as P
 
 from calyrex_jax.core import trees
 from calyrex_jax.core.errors import UserError
+from calyrex_jax.core.placing import ROWS, VOCABULARY
 from calyrex_jax.core.types import Tree
 
-BATCH = P(("data", "fsdp"))
+BATCH = P(ROWS)
 
 # path of a leaf -> its axes; None replicates
 BACKBONE_RULES = (
-    (r"embed/tokens", P("tensor", "fsdp")),
+    # along the vocabulary, so that the head is never gathered: logits are cut as it is (core/placing.py)
+    (r"embed/tokens", P(VOCABULARY, None)),
     (r"embed/positions", P(None, "fsdp")),
     (r"layers/(attn_norm|mlp_norm)/(scale|bias)", P()),
     (r"layers/attn/w_[qkv]", P(None, "fsdp", "tensor", None)),
@@ -32,7 +34,7 @@ BACKBONE_RULES = (
     (r"layers/mlp/b_(gate|up)", P(None, "tensor")),
     (r"layers/mlp/b_down", P()),
     (r"final_norm/(scale|bias)", P()),
-    (r"head/w", P("tensor", "fsdp")),
+    (r"head/w", P(VOCABULARY, None)),
 )
 ADAPTER_RULES = (
     (r"cal/boundary_\d+/(attn_norm|mlp_norm|copy_scale)", P()),
@@ -82,17 +84,24 @@ def specs(tree: Tree, rules, mesh: Mesh) -> Tree:
     names the leaf, the axis and the remedy. Key/value heads fewer than the tensor axis are replicated instead.
     """
 
+    leaves = trees.flatten(tree)
+
     def one(path: str, leaf) -> P:
-        found = [spec for pattern, spec in rules if re.fullmatch(pattern, path)]
+        # a quantised leaf's integers lie as the leaf would, and its factors beside them
+        factors = path.endswith("/scale") and f"{path.removesuffix('/scale')}/q" in leaves
+        own = path.removesuffix("/scale") if factors else path.removesuffix("/q")
+        found = [spec for pattern, spec in rules if re.fullmatch(pattern, own)]
         if len(found) != 1:
             raise ValueError(f"sharding: leaf {path} matches {len(found)} rules, expected exactly 1; add it to rules.py")
         axes = list(found[0])
+        if axes and axes[0] == VOCABULARY and leaf.shape[0] % math.prod(mesh.shape[a] for a in VOCABULARY):
+            axes = ["tensor", "fsdp"]  # a vocabulary that does not divide over both
         for dim, axis in enumerate(axes):
             size = math.prod(mesh.shape[a] for a in ((axis,) if isinstance(axis, str) else axis or ()))
             if size == 1 or leaf.shape[dim] % size == 0:
                 continue
-            if re.search(r"[wb]_[kv](/b)?$", path) and axis == "tensor":
-                axes[dim] = None  # fewer key/value heads than shards: every shard keeps them all
+            if factors or (re.search(r"[wb]_[kv](/b)?$", own) and axis == "tensor"):
+                axes[dim] = None  # fewer key/value heads, or factors, than shards: every shard keeps them all
                 continue
             raise UserError(
                 f"mesh.{axis}={size}: dimension {dim} of {path}, {leaf.shape[dim]}, does not divide by it; "

@@ -11,7 +11,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from calyrex_jax.core.types import Array, Batch
+from calyrex_jax.core.placing import by_vocabulary
+from calyrex_jax.core.quantized import table_logits, table_states
+from calyrex_jax.core.types import Array, Batch, Tree
 
 
 def shifted(x: Array, batch: Batch) -> tuple[Array, Array, Array]:
@@ -58,7 +60,7 @@ def compacted(states: Array, labels: Array, weights: Array, teacher: Array | Non
 
 def cross_entropy(
     states: Array,
-    head: Array,
+    head: Tree,
     labels: Array,
     weights: Array,
     chunk: int = 128,
@@ -68,7 +70,7 @@ def cross_entropy(
     """Sums over positions of the loss times weight, and of weight: two float32 scalars.
 
     The loss of a position is -log p(label), or where `soft` the Kullback-Leibler divergence of the model's prediction from
-    that of the frozen states `teacher`. states, teacher [B, M, D], head [V, D] (frozen: it receives no gradient), labels
+    that of the frozen states `teacher`. states, teacher [B, M, D], head [V, D] (frozen: no gradient; maybe quantised), labels
     [B, M], weights [B, M] float32, soft [B, M] bool. Positions go through the head `chunk` at a time, so B·chunk·V logits
     exist at once.
     """
@@ -89,11 +91,11 @@ def _split(size: int, *arrays: Array | None) -> tuple[Array | None, ...]:
     return jax.tree.map(lambda a: jnp.moveaxis(a.reshape(a.shape[0], -1, size, *a.shape[2:]), 1, 0), arrays)
 
 
-def _chunk_logits(x: Array, head: Array) -> Array:
-    return jnp.einsum("bcd,vd->bcv", x, head, preferred_element_type=jnp.float32)
+def _chunk_logits(x: Array, head: Tree) -> Array:
+    return by_vocabulary(table_logits(x, head))
 
 
-def _softmax(x: Array, head: Array) -> tuple[Array, Array, Array]:
+def _softmax(x: Array, head: Tree) -> tuple[Array, Array, Array]:
     """Logits and probabilities [B, C, V], and the logarithm of the normaliser [B, C]."""
     logits = _chunk_logits(x, head)
     peak = logits.max(-1, keepdims=True)
@@ -109,16 +111,15 @@ def _surprise(logits: Array, norm: Array, label: Array) -> tuple[Array, Array]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked(size: int, states: Array, head: Array, labels: Array, weights: Array, teacher, soft) -> Array:
+def _chunked(size: int, states: Array, head: Tree, labels: Array, weights: Array, teacher, soft) -> Array:
     return _chunked_forward(size, states, head, labels, weights, teacher, soft)[0]
 
 
-def _chunked_forward(size: int, states: Array, head: Array, labels: Array, weights: Array, teacher, soft):
+def _chunked_forward(size: int, states: Array, head: Tree, labels: Array, weights: Array, teacher, soft):
     def finish(x, weight, loss, slope):
         # d loss / d logits while the logits are at hand: the backward pass then needs no second head product
         slope = slope * weight[..., None]
-        grad = jnp.einsum("bcv,vd->bcd", slope.astype(head.dtype), head, preferred_element_type=jnp.float32)
-        return (loss * weight).sum(), grad.astype(x.dtype)
+        return (loss * weight).sum(), table_states(slope, head, x.dtype).astype(x.dtype)
 
     def hard(x, label, weight, teacher, soft):
         logits, found, norm = _softmax(x, head)

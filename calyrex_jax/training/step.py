@@ -11,10 +11,13 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 from calyrex_jax.backbones import decoder
+from calyrex_jax.core.placing import on_mesh
 from calyrex_jax.core.types import Array, Batch, Tree
 from calyrex_jax.model import Model
+from calyrex_jax.sharding.rules import ADAPTER_RULES, replicated, shardings
 from calyrex_jax.training.losses import compacted, cross_entropy, distilled, shifted
 
 
@@ -46,6 +49,22 @@ def advanced(optimizer: optax.GradientTransformation, state: TrainState, grads: 
         opt_state=keep(opt_state, state.opt_state),
         skipped=jnp.where(finite, 0, state.skipped + 1),
     )
+
+
+def state_shardings(optimizer: optax.GradientTransformation, adapters: Tree, mesh: Mesh) -> TrainState:
+    """Where a train state lies, NamedSharding by leaf: optimiser moments lie where their parameters lie."""
+    leaves = shardings(adapters, ADAPTER_RULES, mesh)
+    whole = replicated(mesh)
+    shapes = jax.eval_shape(lambda tree: init_state(optimizer, tree), adapters)
+    moments = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda moment, where: moment if isinstance(moment, optax.MaskedNode) else where,  # a frozen adapter has none
+        shapes.opt_state,
+        leaves,
+        transform_non_params=lambda _: whole,
+        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
+    )
+    return TrainState(step=whole, trainable=leaves, opt_state=moments, skipped=whole)
 
 
 def loss_sums(
@@ -125,3 +144,23 @@ def make_train_step(
         return state, metrics
 
     return step
+
+
+def jit_train_step(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    placed: TrainState,
+    mesh: Mesh,
+    *,
+    accumulate: int,
+    chunk: int,
+    seed: int,
+):
+    """`make_train_step` as a run of `mesh` has it and as a plan compiles it; placed is what `state_shardings` gave."""
+    made = make_train_step(model, optimizer, accumulate=accumulate, chunk=chunk, compact=mesh.size == 1, seed=seed)
+
+    def step(state: TrainState, backbone: Tree, batch: Batch):
+        with on_mesh(mesh):
+            return made(state, backbone, batch)
+
+    return jax.jit(step, donate_argnums=0, out_shardings=(placed, replicated(mesh)))

@@ -14,6 +14,7 @@ import numpy as np
 
 from calyrex_jax.backbones.decoder import abstract_params
 from calyrex_jax.backbones.spec import DecoderSpec
+from calyrex_jax.core import quantized
 from calyrex_jax.core.errors import UserError
 from calyrex_jax.core.trees import flatten, unflatten
 from calyrex_jax.core.types import Tree
@@ -34,8 +35,9 @@ def load_backbone(
     dtype: jax.typing.DTypeLike,
     shardings: Tree | None = None,
     progress: Callable[[int, int], object] | None = None,
+    kind: str = "",
 ) -> Tree:
-    """The backbone's parameter tree, every leaf in `dtype`.
+    """The backbone's parameter tree, every leaf in `dtype`, or as core/quantized.py's `kind` has it.
 
         source = resolve("hf:Qwen/Qwen2.5-1.5B-Instruct")
         spec = DecoderSpec.from_config(source.config)
@@ -43,6 +45,8 @@ def load_backbone(
 
     Leaves are built one after the other from a few rows at a time; with `shardings` (a tree like the backbone's) this
     process reads only what its devices hold. The host keeps the finished leaves, on CPU, and the one being built.
+    What is quantised is so layer by layer, from one layer in float32; each process reads all of it, since a channel's
+    factor depends on all of its inputs.
     progress(done, total) is told the bytes of `dtype` after every leaf.
     Raises UserError where any tensor is missing, left over, misshapen or of a type that is no floating point number,
     all of them in one message, and where a tied model's checkpoint holds a different output head.
@@ -52,17 +56,25 @@ def load_backbone(
     abstract = flatten(abstract_params(spec, dtype))
     rows = mapping.rows_for(source.kind, spec, abstract)
     stored = _check(source, spec, reader, abstract, rows)
-    placements = dict.fromkeys(abstract) if shardings is None else flatten(shardings)
-    if placements.keys() != abstract.keys():
-        raise ValueError(f"shardings do not match the backbone: {sorted(placements.keys() ^ abstract.keys())}")
+    made = flatten(quantized.abstract(unflatten(abstract), kind))
+    placements = dict.fromkeys(made) if shardings is None else flatten(shardings)
+    if placements.keys() != made.keys():
+        raise ValueError(f"shardings do not match the backbone: {sorted(placements.keys() ^ made.keys())}")
     total = sum(leaf.size * dtype.itemsize for leaf in abstract.values())
     done, leaves = 0, {}
     with ThreadPoolExecutor(_THREADS) as pool:
         # largest first: at the largest leaf, where a second copy of it may exist, little else is held
         for path in sorted(abstract, key=lambda path: -abstract[path].size):
             leaf = abstract[path]
-            fill = _Filler(reader, rows[path], stored, leaf, pool)
-            leaves[path] = _place(fill, leaf, placements[path])
+            if own := quantized.kind_of(path, kind):
+                wide = jax.ShapeDtypeStruct(leaf.shape, np.float32)
+                fill = _Filler(reader, rows[path], stored, wide, pool)
+                for name, host in _encoded(fill, path, own).items():
+                    part = f"{path}/{name}"
+                    leaves[part] = _place(lambda index, host=host: host[index], made[part], placements[part])
+            else:
+                fill = _Filler(reader, rows[path], stored, leaf, pool)
+                leaves[path] = _place(fill, leaf, placements[path])
             done += leaf.size * dtype.itemsize
             if progress is not None:
                 progress(done, total)
@@ -136,10 +148,11 @@ class _Filler:
     def __call__(self, index: tuple[slice, ...]) -> np.ndarray:
         bounds = tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, self.leaf.shape))
         if str(bounds) not in self.blocks:
-            self.blocks[str(bounds)] = self._read(bounds)
+            self.blocks[str(bounds)] = self.read(bounds)
         return self.blocks[str(bounds)]
 
-    def _read(self, index: tuple[slice, ...]) -> np.ndarray:
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        """The block with these bounds, anew."""
         block = _aligned_empty(tuple(part.stop - part.start for part in index), self.leaf.dtype)
         inner = index[1:] if self.layered else index
         shape = self.leaf.shape[self.layered :]
@@ -183,6 +196,26 @@ class _Filler:
         if data.ndim == 1:
             data = data[None]
         view[targets] = data[:, columns][picked]
+
+
+_TABLE_ROWS = 4096  # of a vocabulary's table, quantised at a time
+
+
+def _encoded(fill: _Filler, path: str, kind: str) -> dict[str, np.ndarray]:
+    """{"q": …, "scale": …} of a whole leaf: one layer, or some rows of a table, in float32 at a time."""
+    shape, layered = fill.leaf.shape, path.startswith("layers/")
+    step = 1 if layered else _TABLE_ROWS
+    made: dict[str, np.ndarray] = {}
+    for start in range(0, shape[0], step):
+        part = slice(start, min(start + step, shape[0]))
+        wide = fill.read((part, *(slice(0, size) for size in shape[1:])))
+        pair = quantized.encode(wide[0] if layered else wide, quantized.input_axes(path), kind)
+        for name, values in zip(("q", "scale"), pair, strict=True):
+            values = values[None] if layered else values
+            if name not in made:
+                made[name] = _aligned_empty((shape[0], *values.shape[1:]), values.dtype)
+            made[name][part] = values
+    return made
 
 
 def _as_slice(places: np.ndarray) -> slice | np.ndarray:

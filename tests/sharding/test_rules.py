@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from calyrex_jax.backbones import decoder
-from calyrex_jax.core import trees
+from calyrex_jax.core import quantized, trees
 from calyrex_jax.core.errors import UserError
 from calyrex_jax.model import Model
 from calyrex_jax.sharding import rules
@@ -70,7 +70,9 @@ def test_matrices_are_sharded_both_ways_and_never_over_layers():
     assert specs["layers/attn/w_q"] == P(None, "fsdp", "tensor", None)
     assert specs["layers/attn/w_o"] == P(None, "tensor", None, "fsdp")
     assert specs["layers/mlp/w_down"] == P(None, "tensor", "fsdp")
-    assert specs["embed/tokens"] == P("tensor", "fsdp")
+    assert specs["embed/tokens"] == specs["head/w"] == P(("tensor", "fsdp"), None)
+    odd = trees.flatten(rules.specs(leaves_of("llama", vocab_size=98), rules.BACKBONE_RULES, mesh_of(fsdp=4, tensor=2)))
+    assert odd["embed/tokens"] == P("tensor", "fsdp")  # 98 rows divide over two devices, not over eight
     for path, spec in specs.items():
         assert not path.startswith("layers/") or not len(spec) or spec[0] is None, path
     cal = trees.flatten(rules.specs(adapter_leaves(), rules.ADAPTER_RULES, mesh_of(fsdp=2, tensor=2)))
@@ -102,6 +104,17 @@ def test_a_dimension_that_does_not_divide_is_refused_by_name():
         rules.specs(leaves_of("llama"), rules.BACKBONE_RULES, mesh_of(tensor=2))
     with pytest.raises(UserError, match=r"mesh\.fsdp=3: dimension .* 32, does not divide"):
         rules.specs(leaves_of("llama"), rules.BACKBONE_RULES, mesh_of(fsdp=3))
+
+
+def test_quantised_leaves_lie_as_the_leaf_would():
+    tree = leaves_of("llama", **BIASED, vocab_size=96)
+    for kind in ("int8", "int4"):
+        specs = trees.flatten(rules.specs(quantized.abstract(tree, kind), rules.BACKBONE_RULES, mesh_of(fsdp=2, tensor=2)))
+        assert specs["layers/attn/w_q/q"] == P(None, "fsdp", "tensor", None)
+        # one factor for all inputs, or for 32 of them: nothing to cut along these
+        assert specs["layers/attn/w_q/scale"] == P(None, None, "tensor", None)
+        assert specs["layers/attn_norm/scale"] == P()
+    assert specs["head/w/q"] == specs["head/w/scale"] == P(("tensor", "fsdp"), None)
 
 
 def test_an_unknown_leaf_is_an_error():
