@@ -38,7 +38,7 @@ STORAGE_FAULT = re.compile(
 ADAPTER = "adapter_"  # the item of adapter NAME, so that each can be restored without the others
 
 # Fields whose change makes a saved state another thing: groups by name, or single fields.
-BACKBONE_FIELDS = ("backbone.source",)
+BACKBONE_FIELDS = ("backbone.source", "backbone.quantize")
 OPTIMIZER_FIELDS = tuple(
     f"train.{name}"
     for name in (

@@ -246,14 +246,22 @@ def changes(setting: Setting, what: str) -> Iterator[dict[str, Any]]:
         while split * share <= config.train.batch_size:
             yield {"train.accumulate": split, "train.remat": "layers"}
             split *= 2
+        yield from fewer_bits(config)
         if config.train.batch_size > share * config.train.accumulate:
             yield {"train.batch_size": config.train.batch_size // 2, "train.remat": "layers"}
         return
     rows, length = ("prefill_batch", "prefill_length") if what == "prefill" else ("decode_batch", "decode_context")
     least = mesh.shape["data"] * mesh.shape["fsdp"]
+    yield from fewer_bits(config)
     if config.plan[rows] > least:
         yield {f"plan.{rows}": max(config.plan[rows] // 2, least)}
     yield {f"plan.{length}": config.plan[length] // 2}
+
+
+def fewer_bits(config: ConfigDict) -> Iterator[dict[str, Any]]:
+    """Quantisations of the backbone below the present one."""
+    for kind in {"": ("int8", "int4"), "int8": ("int4",)}.get(config.backbone.quantize, ()):
+        yield {"backbone.quantize": kind}
 
 
 def gib(size: int | None) -> str:

@@ -112,5 +112,5 @@ def _trips(line: str, bodies: dict[str, list[str]]) -> int:
         return int(known[1])
     condition = re.search(r"condition=%?([\w.-]+)", line)
     lines = bodies.get(condition[1], []) if condition else []
-    constants = [int(n) for each in lines for n in re.findall(r"s32\[\][^ ]* constant\((\d+)\)", each)]
+    constants = [int(n) for each in lines for n in re.findall(r"[su]32\[\][^ ]* constant\((\d+)\)", each)]
     return constants[0] if len(constants) == 1 else 1

@@ -19,7 +19,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 class Figures:
     """Bytes on one device.
 
-    arguments, temporaries, peak  peak is the compiler's own where it gives one, else arguments, results and temporaries
+    arguments, temporaries, peak  peak is the TPU compiler's own; elsewhere arguments, results and temporaries together
     limit    of memory; None where unknown
     fits     whether the compiler took it, and peak is within limit
     reason   what the compiler said where it refused
@@ -55,7 +55,8 @@ def compile_program(program: Program, machine: Machine) -> Figures:
     stats = made.memory_analysis()
     arguments, temporaries = stats.argument_size_in_bytes, stats.temp_size_in_bytes
     whole = arguments + stats.output_size_in_bytes - stats.alias_size_in_bytes + temporaries
-    peak = getattr(stats, "peak_memory_in_bytes", 0) or whole
+    # the TPU compiler's own peak; the CPU's leaves out what is not handed in or out
+    peak = stats.peak_memory_in_bytes if machine.platform == "tpu" else whole
     fits = machine.limit is None or peak <= machine.limit
     return Figures(arguments, temporaries, peak, machine.limit, fits, "", seconds, tuple(collectives(made.as_text())))
 
