@@ -27,9 +27,9 @@ def encoded(backbone, kind):
             continue
         axes, layered = quantized.input_axes(path), path.startswith("layers/")
         layers = [quantized.encode(np.asarray(w), axes, own) for w in (leaf if layered else [leaf])]
-        pairs = [np.stack(x) if layered else x[0] for x in zip(*layers, strict=True)]
-        quant[f"{path}/q"], quant[f"{path}/scale"] = map(jnp.asarray, pairs)
-        back = [quantized.decoded({"q": q, "scale": s}, leaf.dtype) for q, s in layers]
+        for name in layers[0]:
+            quant[f"{path}/{name}"] = jnp.asarray(np.stack([x[name] for x in layers]) if layered else layers[0][name])
+        back = [quantized.decoded(jax.tree.map(jnp.asarray, parts), leaf.dtype) for parts in layers]
         plain[path] = jnp.stack(back) if layered else back[0]
     return trees.unflatten(quant), trees.unflatten(plain)
 

@@ -51,7 +51,8 @@ def by_vocabulary(logits: Array) -> Array:
 
 def gathered(path: str, leaf: Array) -> Array:
     """One layer's leaf at that path, gathered over the fsdp axis and cut by the tensor axis alone."""
-    name = path.removesuffix("/q").removesuffix("/scale").rsplit("/", 1)[-1]
+    parts = [part for part in path.split("/") if part not in ("q", "scale", "offset")]
+    name = parts[-1]
     return _placed(leaf, {_CUT[name]: (TENSOR,)} if name in _CUT else {})
 
 

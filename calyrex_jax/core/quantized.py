@@ -1,11 +1,12 @@
-"""Frozen weights in 8 or 4 bits: a leaf w becomes {"q": integers of w's shape, "scale": factors}.
+"""Frozen weights in 8 or 4 bits: a leaf w becomes {"q": integers of w's shape, "scale": factors}, and int4 has offsets too.
 
-    leaf = encode(w, inputs=1, kind="int8")          # on the host, one layer at a time
+    leaf = encode(w, (0,), "int8")                   # on the host, one layer at a time
     y = matmul(x, decoded(leaf, x.dtype))            # inside the scan, one layer at a time
 
 int8   one factor an output channel, float32
-int4   whole numbers from -8 to 7, one bfloat16 factor for 64 inputs of an output channel
-nf4    the 16 quantiles of a normal distribution, likewise (QLoRA, arXiv 2305.14314, appendix E)
+int4   sixteen even steps; a factor and an offset, bfloat16, for 32 inputs of an output channel (5 bits a weight in all): the
+       grid of llama.cpp's Q4_0 and Q4_1, whose files come in as they are
+nf4    the 16 quantiles of a normal distribution, a bfloat16 factor for 64 inputs (4.25 bits; QLoRA, arXiv 2305.14314, app. E)
 
 What a leaf is, its integers' type says: int8, int4, uint4 (nf4). Tables of the vocabulary, [V, D], have a factor a row and are
 int8 in all 4-bit kinds. JAX keeps 4-bit types in 4 bits on TPU and GPU, and in a byte on CPUs.
@@ -25,7 +26,8 @@ from calyrex_jax.core import trees
 from calyrex_jax.core.types import Array, Tree
 
 KINDS = ("", "int8", "int4", "nf4")
-BLOCK = 64
+BLOCKS = {"int4": 32, "nf4": 64}
+PARTS = ("q", "scale", "offset")
 _Q_TYPES = {"int8": np.dtype(np.int8), "int4": np.dtype(ml_dtypes.int4), "nf4": np.dtype(ml_dtypes.uint4)}
 _SCALE_TYPES = {"int8": np.dtype(np.float32), "int4": np.dtype(ml_dtypes.bfloat16), "nf4": np.dtype(ml_dtypes.bfloat16)}
 _NF4 = np.asarray(
@@ -34,12 +36,11 @@ _NF4 = np.asarray(
     np.float32,
 )
 _MIDDLES = (_NF4[1:] + _NF4[:-1]) / 2
-_ROUNDINGS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a block's largest weight: what is clipped against what is rounded
 
 
 def is_quantized(node: Any) -> bool:
     """Whether a node of a tree is a quantised leaf."""
-    return isinstance(node, dict) and node.keys() == {"q", "scale"}
+    return isinstance(node, dict) and {"q", "scale"} <= node.keys()
 
 
 def kind_of(path: str, kind: str) -> str:
@@ -74,76 +75,74 @@ def abstract_leaf(path: str, leaf: Any, kind: str) -> Any:
     for axis in input_axes(path):
         shape[axis + layered] = 1
     if own != "int8":
-        last = input_axes(path)[-1] + layered
         for axis in input_axes(path):
             shape[axis + layered] = leaf.shape[axis + layered]
-        shape[last] = leaf.shape[last] // block_size(leaf.shape[last])
-    return {
-        "q": jax.ShapeDtypeStruct(leaf.shape, _Q_TYPES[own]),
-        "scale": jax.ShapeDtypeStruct(tuple(shape), _SCALE_TYPES[own]),
-    }
+        last = input_axes(path)[-1] + layered
+        shape[last] = leaf.shape[last] // block_size(leaf.shape[last], own)
+    factors = jax.ShapeDtypeStruct(tuple(shape), _SCALE_TYPES[own])
+    made = {"q": jax.ShapeDtypeStruct(leaf.shape, _Q_TYPES[own]), "scale": factors}
+    return made | ({"offset": factors} if own == "int4" else {})
 
 
-def block_size(width: int) -> int:
-    """Inputs that share a factor: the largest divisor of `width` up to 64."""
-    return next(size for size in range(min(BLOCK, width), 0, -1) if width % size == 0)
+def block_size(width: int, kind: str) -> int:
+    """Inputs that share a factor: the largest divisor of `width` up to the kind's block."""
+    return next(size for size in range(min(BLOCKS[kind], width), 0, -1) if width % size == 0)
 
 
-def encode(w: np.ndarray, axes: tuple[int, ...], kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """(q, scale) of one layer's w, float32; axes are those that its map sums over, neighbours.
+def encode(w: np.ndarray, axes: tuple[int, ...], kind: str) -> dict[str, np.ndarray]:
+    """The parts of one layer's w, float32; axes are those that its map sums over, neighbours.
 
-    int4 picks, for each block, the factor with the least squared error among a few. A block of zeros stays zero.
+    >>> encode(np.asarray([[1.0], [-2.0]], np.float32), (0,), "int8")["q"].tolist()
+    [[64], [-127]]
     """
     if kind == "int8":
         scale = np.abs(w).max(axis=axes, keepdims=True) / 127
-        q = np.rint(w / np.where(scale == 0, 1, scale))
-        return q.astype(np.int8), scale.astype(np.float32)
+        return {"q": np.rint(w / _safe(scale)).astype(np.int8), "scale": scale.astype(np.float32)}
     last = axes[-1]
-    size = block_size(w.shape[last])
-    blocks = w.reshape(*w.shape[:last], -1, size, *w.shape[last + 1 :])
-    levels, scale = (_nf4 if kind == "nf4" else _int4)(blocks, last + 1)
-    return levels.reshape(w.shape).astype(_Q_TYPES[kind]), scale.squeeze(last + 1)
+    blocks = w.reshape(*w.shape[:last], -1, block_size(w.shape[last], kind), *w.shape[last + 1 :])
+    made = (_nf4 if kind == "nf4" else _int4)(blocks, last + 1)
+    levels = made.pop("q").reshape(w.shape).astype(_Q_TYPES[kind])
+    return {"q": levels} | {name: part.squeeze(last + 1) for name, part in made.items()}
 
 
-def _nf4(blocks: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
+def _safe(scale: np.ndarray) -> np.ndarray:
+    return np.where(scale == 0, 1, scale)
+
+
+def _nf4(blocks: np.ndarray, axis: int) -> dict[str, np.ndarray]:
     scale = np.abs(blocks).max(axis=axis, keepdims=True).astype(ml_dtypes.bfloat16)
-    wide = scale.astype(np.float32)
-    return np.searchsorted(_MIDDLES, blocks / np.where(wide == 0, 1, wide)).astype(np.uint8), scale
+    return {"q": np.searchsorted(_MIDDLES, blocks / _safe(scale.astype(np.float32))).astype(np.uint8), "scale": scale}
 
 
-def _int4(blocks: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
+def _int4(blocks: np.ndarray, axis: int) -> dict[str, np.ndarray]:
     low, high = blocks.min(axis=axis, keepdims=True), blocks.max(axis=axis, keepdims=True)
-    # the side that reaches farther has the eighth step
-    farthest = np.where(-low > high, low, high) / -8
-    best = levels = scale = None
-    for part in _ROUNDINGS:
-        tried = (farthest * part).astype(ml_dtypes.bfloat16)
-        wide = tried.astype(np.float32)
-        rounded = np.clip(np.rint(blocks / np.where(wide == 0, 1, wide)), -8, 7)
-        error = np.square(rounded * wide - blocks).sum(axis=axis, keepdims=True)
-        if best is None:
-            best, levels, scale = error, rounded, tried
-            continue
-        better = error < best
-        best, levels, scale = (
-            np.where(better, error, best),
-            np.where(better, rounded, levels),
-            np.where(better, tried, scale),
-        )
-    return levels.astype(np.int8), scale
+    scale = ((high - low) / 15).astype(ml_dtypes.bfloat16)
+    wide = scale.astype(np.float32)
+    # of step 0 of -8 to 7: near the middle of the block, where bfloat16 is fine
+    offset = (low + 8 * wide).astype(ml_dtypes.bfloat16)
+    levels = np.clip(np.rint((blocks - offset.astype(np.float32)) / _safe(wide)), -8, 7)
+    return {"q": levels.astype(np.int8), "scale": scale, "offset": offset}
 
 
 def decoded(node: Any, dtype: Any) -> jax.Array:
     """A quantised leaf as an array of `dtype`, the products in float32 before one rounding; any other leaf as it is."""
     if not is_quantized(node):
         return node
-    q, scale = node["q"], node["scale"].astype(jnp.float32)
+    q = node["q"]
     values = _quantile(q) if q.dtype == jnp.uint4 else q.astype(jnp.float32)
-    for axis, (whole, parts) in enumerate(zip(q.shape, scale.shape, strict=True)):
-        if 1 < parts < whole:  # blocks of this axis
-            split = values.reshape(*q.shape[:axis], parts, whole // parts, *q.shape[axis + 1 :])
-            return (split * jnp.expand_dims(scale, axis + 1)).reshape(q.shape).astype(dtype)
-    return (values * scale).astype(dtype)
+    made = values * _spread(node["scale"], q.shape)
+    if "offset" in node:
+        made = made + _spread(node["offset"], q.shape)
+    return made.astype(dtype)
+
+
+def _spread(factors: Array, shape: tuple[int, ...]) -> jax.Array:
+    """Factors in float32, repeated along the axis that has fewer of them than `shape` (one is left to broadcasting)."""
+    wide = factors.astype(jnp.float32)
+    for axis, (whole, parts) in enumerate(zip(shape, factors.shape, strict=True)):
+        if 1 < parts < whole:
+            wide = jnp.repeat(wide, whole // parts, axis=axis, total_repeat_length=whole)
+    return wide
 
 
 def _quantile(q: Array) -> jax.Array:

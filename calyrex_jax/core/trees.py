@@ -43,7 +43,8 @@ def map_with_path(fn: Callable[[str, jax.Array], object], tree: Tree) -> Tree:
 def count(tree: Tree) -> int:
     """Number of scalar parameters, counted logically whatever their storage: the factors of quantised leaves do not count."""
     leaves = flatten(tree)
-    factors = {path.removesuffix("/q") + "/scale" for path in leaves if path.endswith("/q")}
+    quantised = [path.removesuffix("/q") for path in leaves if path.endswith("/q")]
+    factors = {f"{path}/{part}" for path in quantised for part in ("scale", "offset")}
     return sum(int(np.prod(leaf.shape)) for path, leaf in leaves.items() if path not in factors)
 
 

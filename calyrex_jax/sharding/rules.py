@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from calyrex_jax.core import trees
+from calyrex_jax.core import quantized, trees
 from calyrex_jax.core.errors import UserError
 from calyrex_jax.core.placing import ROWS, VOCABULARY
 from calyrex_jax.core.types import Tree
@@ -88,8 +88,9 @@ def specs(tree: Tree, rules, mesh: Mesh) -> Tree:
 
     def one(path: str, leaf) -> P:
         # a quantised leaf's integers lie as the leaf would, and its factors beside them
-        factors = path.endswith("/scale") and f"{path.removesuffix('/scale')}/q" in leaves
-        own = path.removesuffix("/scale") if factors else path.removesuffix("/q")
+        above, _, last = path.rpartition("/")
+        own = above if last in quantized.PARTS and f"{above}/q" in leaves else path
+        factors = own != path and last != "q"
         found = [spec for pattern, spec in rules if re.fullmatch(pattern, own)]
         if len(found) != 1:
             raise ValueError(f"sharding: leaf {path} matches {len(found)} rules, expected exactly 1; add it to rules.py")

@@ -202,15 +202,15 @@ _TABLE_ROWS = 4096  # of a vocabulary's table, quantised at a time
 
 
 def _encoded(fill: _Filler, path: str, kind: str) -> dict[str, np.ndarray]:
-    """{"q": …, "scale": …} of a whole leaf: one layer, or some rows of a table, in float32 at a time."""
+    """The quantised parts of a whole leaf: one layer, or some rows of a table, in float32 at a time."""
     shape, layered = fill.leaf.shape, path.startswith("layers/")
     step = 1 if layered else _TABLE_ROWS
     made: dict[str, np.ndarray] = {}
     for start in range(0, shape[0], step):
         part = slice(start, min(start + step, shape[0]))
         wide = fill.read((part, *(slice(0, size) for size in shape[1:])))
-        pair = quantized.encode(wide[0] if layered else wide, quantized.input_axes(path), kind)
-        for name, values in zip(("q", "scale"), pair, strict=True):
+        parts = quantized.encode(wide[0] if layered else wide, quantized.input_axes(path), kind)
+        for name, values in parts.items():
             values = values[None] if layered else values
             if name not in made:
                 made[name] = _aligned_empty((shape[0], *values.shape[1:]), values.dtype)

@@ -15,8 +15,7 @@ def weights(shape=(128, 6, 8), seed=0):
 
 
 def leaf(w, axes, kind):
-    q, scale = quantized.encode(w, axes, kind)
-    return {"q": jnp.asarray(q), "scale": jnp.asarray(scale)}
+    return jax.tree.map(jnp.asarray, quantized.encode(w, axes, kind))
 
 
 def relative(w, node):
@@ -25,7 +24,7 @@ def relative(w, node):
 
 
 # root mean square errors of normal weights: 1/127 of a maximum of about 3 for int8, about a tenth for 4 bits
-@pytest.mark.parametrize(("kind", "low", "high"), [("int8", 0.002, 0.012), ("int4", 0.05, 0.12), ("nf4", 0.05, 0.11)])
+@pytest.mark.parametrize(("kind", "low", "high"), [("int8", 0.002, 0.012), ("int4", 0.04, 0.1), ("nf4", 0.05, 0.11)])
 @pytest.mark.parametrize(("shape", "axes"), [((128, 6, 8), (0,)), ((4, 64, 24), (0, 1)), ((96, 40), (0,))])
 def test_errors_are_those_of_the_format(kind, low, high, shape, axes):
     w = weights(shape)
@@ -44,7 +43,7 @@ def test_int8_is_within_half_a_step_of_every_weight():
 
 def test_nf4_takes_the_nearest_quantile():
     w = weights((64, 5))
-    q, scale = quantized.encode(w, (0,), "nf4")
+    q, scale = quantized.encode(w, (0,), "nf4").values()
     nearest = np.abs(w[None] / scale.astype(np.float32) - quantized._NF4[:, None, None]).argmin(0)
     np.testing.assert_array_equal(q.astype(int), nearest)
     node = {"q": jnp.asarray(q), "scale": jnp.asarray(scale)}
@@ -53,13 +52,15 @@ def test_nf4_takes_the_nearest_quantile():
     )
 
 
-def test_int4_reaches_all_sixteen_steps_and_beats_plain_rounding():
-    w = weights((64, 200))
-    q, _ = quantized.encode(w, (0,), "int4")
-    assert (q.astype(int).min(), q.astype(int).max()) == (-8, 7)
-    plain = np.abs(w).max(0) / 7
-    rounded = np.rint(w / plain) * plain
-    assert relative(w, leaf(w, (0,), "int4")) < np.sqrt(np.mean((rounded - w) ** 2) / np.mean(w**2))
+def test_int4_keeps_the_grid_of_a_four_bit_file():
+    """Blocks of 32 with sixteen even steps, llama.cpp's Q4_1: nothing is lost but bfloat16's rounding of step and offset."""
+    rng = np.random.default_rng(0)
+    steps = rng.integers(0, 16, (64, 7)).astype(np.float32)
+    steps[::32], steps[1::32] = 0, 15
+    w = steps * np.float32(0.03) + np.repeat(rng.normal(size=(2, 7)).astype(np.float32) * 0.1 - 0.2, 32, axis=0)
+    parts = quantized.encode(w, (0,), "int4")
+    np.testing.assert_array_equal(parts["q"].astype(int), steps - 8)
+    assert relative(w, jax.tree.map(jnp.asarray, parts)) < 0.005
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "nf4"])
@@ -80,10 +81,11 @@ def test_abstract_shapes_are_those_of_the_encoder(name, kind):
             assert trees.flatten(made)[path] == like
             continue
         layered = path.startswith("layers/")
-        q, scale = quantized.encode(weights(like.shape[layered:]), quantized.input_axes(path), own)
-        found = trees.flatten(made)
-        assert found[f"{path}/q"].shape[layered:] == q.shape and found[f"{path}/q"].dtype == q.dtype
-        assert found[f"{path}/scale"].shape[layered:] == scale.shape and found[f"{path}/scale"].dtype == scale.dtype
+        parts = quantized.encode(weights(like.shape[layered:]), quantized.input_axes(path), own)
+        found = {name.rsplit("/", 1)[1]: leaf for name, leaf in trees.flatten(made).items() if name.startswith(f"{path}/")}
+        assert {name: (leaf.shape[layered:], leaf.dtype) for name, leaf in found.items()} == {
+            name: (part.shape, part.dtype) for name, part in parts.items()
+        }
 
 
 def test_a_table_multiplies_as_its_decoded_self():

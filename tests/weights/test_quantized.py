@@ -26,13 +26,12 @@ def source_of(kind, family, place):
 
 
 def encoded(path, leaf, kind):
-    """{"q", "scale"} of a plain leaf, by the encoder alone."""
+    """The parts of a plain leaf, by the encoder alone."""
     axes = quantized.input_axes(path)
     if not path.startswith("layers/"):
-        pairs = quantized.encode(np.asarray(leaf), axes, kind)
-    else:
-        pairs = (np.stack(parts) for parts in zip(*(quantized.encode(np.asarray(w), axes, kind) for w in leaf), strict=True))
-    return dict(zip(("q", "scale"), pairs, strict=True))
+        return quantized.encode(np.asarray(leaf), axes, kind)
+    layers = [quantized.encode(np.asarray(w), axes, kind) for w in leaf]
+    return {name: np.stack([layer[name] for layer in layers]) for name in layers[0]}
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "nf4"])
