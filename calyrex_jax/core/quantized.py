@@ -6,7 +6,8 @@
 int8   one factor an output channel, float32
 int4   sixteen even steps; a factor and an offset, bfloat16, for 32 inputs of an output channel (5 bits a weight in all): the
        grid of llama.cpp's Q4_0 and Q4_1, whose files come in as they are
-nf4    the 16 quantiles of a normal distribution, a bfloat16 factor for 64 inputs (4.25 bits; QLoRA, arXiv 2305.14314, app. E)
+nf4    the 16 quantiles of a normal distribution, a bfloat16 factor for 64 inputs (4.25 bits; QLoRA, arXiv 2305.14314, app. E);
+       keys, values and the mlp's way down, where errors cost most, stay int8
 
 What a leaf is, its integers' type says: int8, int4, uint4 (nf4). Tables of the vocabulary, [V, D], have a factor a row and are
 int8 in all 4-bit kinds. JAX keeps 4-bit types in 4 bits on TPU and GPU, and in a byte on CPUs.
@@ -27,6 +28,7 @@ from calyrex_jax.core.types import Array, Tree
 
 KINDS = ("", "int8", "int4", "nf4")
 BLOCKS = {"int4": 32, "nf4": 64}
+_TENDER = ("w_k", "w_v", "w_down")
 PARTS = ("q", "scale", "offset")
 _Q_TYPES = {"int8": np.dtype(np.int8), "int4": np.dtype(ml_dtypes.int4), "nf4": np.dtype(ml_dtypes.uint4)}
 _SCALE_TYPES = {"int8": np.dtype(np.float32), "int4": np.dtype(ml_dtypes.bfloat16), "nf4": np.dtype(ml_dtypes.bfloat16)}
@@ -50,7 +52,7 @@ def kind_of(path: str, kind: str) -> str:
     ('nf4', 'int8', '')
     """
     if re.fullmatch(r"layers/(attn|mlp)/w_\w+", path):
-        return kind
+        return "int8" if kind == "nf4" and path.rsplit("/", 1)[1] in _TENDER else kind
     return "int8" if kind in ("int4", "nf4") and path in ("embed/tokens", "head/w") else ""
 
 
