@@ -64,6 +64,7 @@ def _scores(opened: build.Run, params, examples, where, show: Metrics) -> Iterab
             examples,
             pad_id=opened.tokenizer.pad_id,
             batch_size=opened.config.generate.batch_size,
+            mesh=opened.mesh,
             where=where,
             progress=lambda done, _: bar.update(done - bar.done),
         )
@@ -89,6 +90,7 @@ def _replies(opened: build.Run, params, conversations, examples, where, show: Me
             pad_id=opened.tokenizer.pad_id,
             batch_size=config.generate.batch_size,
             vocab_limit=opened.tokenizer.vocab_size,
+            mesh=opened.mesh,
             where=where,
             progress=lambda done, _: bar.update(done - bar.done),
         )

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from calyrex_jax import guidance
 from calyrex_jax.backbones import decoder
 from calyrex_jax.core.errors import UserError
-from calyrex_jax.core.placing import by_vocabulary
+from calyrex_jax.core.placing import by_vocabulary, on_mesh
 from calyrex_jax.core.quantized import table_logits, table_size
 from calyrex_jax.core.types import Array, Batch, Tree
 from calyrex_jax.generate.batching import Sequenced, assemble, check, place, plan, rows_of
@@ -63,7 +63,8 @@ def _in_order(run, guided, conversations, size: int, pad_id: int, mesh, progress
     following, tokens = 0, 0
     for chosen in plan([len(c.tokens) for c in conversations], max(size, 1)):
         batch = assemble([conversations[row] for row in chosen], size, pad_id, left_pad=False)
-        made = jax.device_get(run(place(batch, mesh)))
+        with on_mesh(mesh):
+            made = jax.device_get(run(place(batch, mesh)))
         for at, row in enumerate(chosen):
             length = len(conversations[row].tokens)
             done[row] = np.concatenate([[np.float32(np.nan)], made[at, : length - 1]])
