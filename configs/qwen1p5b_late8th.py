@@ -16,6 +16,7 @@ def get_config():
     config.data.source = "corpus.jsonl"
     config.data.max_length = 2048
     config.data.packing = True
+    config.plan.topology = "v5e:1x1"
     config.train.steps = 6000
     config.train.batch_size = 8
     config.train.learning_rate = 1e-3
