@@ -202,6 +202,7 @@ def as_json(setting: Setting, program: programs.Program, found: Figures) -> dict
         "parts": program.parts,
         "compile_seconds": found.seconds,
         "collectives": collectives.summary(list(found.found)),
+        "least_gathered": program.least,
         "gathered_stacks": collectives.gathered_stacks(list(found.found), stacks),
     } | ({"refusal": found.reason} if found.reason else {})
 
@@ -315,6 +316,10 @@ def remarks(name: str, entry: dict[str, Any]) -> list[str]:
     lines = []
     if stacks := entry["gathered_stacks"]:
         lines.append(f"{name}: gathers the whole stack of {', '.join(stacks)} on every device")
+    gathered = entry["collectives"].get("all-gather", {}).get("bytes", 0)
+    if gathered and entry["least_gathered"]:
+        least = entry["least_gathered"]
+        lines.append(f"{name}: gathers {gathered / least:.2f} times what each layer once a pass would be ({gib(least)})")
     if not entry["fits"]:
         over = entry["device_bytes"]["peak"] - entry["device_bytes"]["limit"]
         lines.append(f"{name}: does not fit, by {gib(over)} a device")

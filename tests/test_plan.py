@@ -107,13 +107,29 @@ def test_a_suggestion_is_the_first_change_that_fits(model, monkeypatch):
     assert tried[0] == ("layers", 1, "")
 
 
+def test_the_least_that_is_gathered():
+    config = default_config()
+    config.backbone.source, config.backbone.dtype = "hf:meta-llama/Llama-3.1-8B-Instruct", "bfloat16"
+    config.train.batch_size, config.data.max_length = 16, 2048
+    devices = np.asarray(jax.devices() * 16)
+    config.mesh.data, config.mesh.fsdp, config.mesh.tensor = 1, 8, 2
+    where = machine.Machine("", "tpu", tuple(devices), "", None, None)
+    layer = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    block = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 2048)
+    # 28 layers once, the 4 behind the first boundary and the 5 blocks twice; the tensor axis keeps its half
+    assert plan.make_program(plan.settle(config, where), "train").least == (28 * layer + 2 * 4 * layer + 2 * 5 * block) // 2
+
+
 def test_nothing_fits(model, monkeypatch):
     where = replace(machine.open_machine(""), limit=1000)
     never = Figures(0, 2000, 2000, 1000, False, "", 1.0, ())
     monkeypatch.setattr(plan, "compiled", lambda *_: never)
     found = plan.suggestion(plan.settle(small(model), where), "train", never)
     assert found == {"change": None, "tried": []}  # no change makes the weights alone small enough
-    assert "take more devices" in plan.remarks("train", {"gathered_stacks": [], "fits": True, "suggestion": found})[0]
+    assert (
+        "take more devices"
+        in plan.remarks("train", {"gathered_stacks": [], "collectives": {}, "fits": True, "suggestion": found})[0]
+    )
 
 
 @pytest.mark.parametrize(

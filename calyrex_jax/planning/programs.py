@@ -27,10 +27,12 @@ class Program:
 
     lower  traces it, for the platform in force
     parts  bytes on one device, exactly, of what it is handed or holds: weights, optimiser, cache, …
+    least  bytes that its all-gathers must leave on a device; 0 where nothing has to be gathered, or none was counted
     """
 
     lower: Callable[[], Any]
     parts: dict[str, int]
+    least: int = 0
 
 
 def train_step(
@@ -67,7 +69,7 @@ def train_step(
         # float32, of one chunk of positions; along the vocabulary they lie as the head does
         "logits": 4 * rows // accumulate // share * min(chunk, length) * model.spec.vocab_size // mesh.shape["tensor"],
     }
-    return Program(lambda: step.lower(state, backbone, batch), parts)
+    return Program(lambda: step.lower(state, backbone, batch), parts, least_gathered(model, backbone, state.trainable))
 
 
 def generation(
@@ -91,13 +93,35 @@ def generation(
     return Program(lambda: loop.lower(model, params, batch, new_tokens, sampling, mesh), parts)
 
 
+def least_gathered(model: Model, backbone: Tree, trainable: Tree) -> int:
+    """Bytes a device gathers in a step at least: each cut layer once, and once more for the way back where there is one.
+
+    Adapters travel in the residual stream's type, forward and back; what the tensor axis cuts stays cut.
+    """
+    layers, below = model.spec.num_layers, model.first_boundary
+    frozen = sum(_gathered_bytes(leaf, leaf.dtype) for leaf in jax.tree.leaves(backbone["layers"]))
+    stream = backbone["final_norm"]["scale"].dtype
+    trained = sum(_gathered_bytes(leaf, stream) for leaf in jax.tree.leaves(trainable))
+    return frozen * (2 * layers - below) // layers + 2 * trained
+
+
+def _gathered_bytes(leaf: jax.ShapeDtypeStruct, dtype: Any) -> int:
+    mesh, axes = leaf.sharding.mesh, [axis for axis in leaf.sharding.spec if axis is not None]
+    if "fsdp" not in axes or mesh.shape["fsdp"] == 1:
+        return 0
+    return leaf.size * _bits(dtype) // 8 // (mesh.shape["tensor"] if "tensor" in axes else 1)
+
+
+def _bits(dtype: Any) -> int:
+    return jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else 8 * dtype.itemsize
+
+
 def device_bytes(tree: Tree) -> int:
     """Bytes of the largest share that a device has of leaves with shardings."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         shape = leaf.sharding.shard_shape(leaf.shape)
-        bits = jnp.iinfo(leaf.dtype).bits if jnp.issubdtype(leaf.dtype, jnp.integer) else 8 * leaf.dtype.itemsize
-        size = bits
+        size = _bits(leaf.dtype)
         for side in shape:
             size *= side
         total += -(-size // 8)
