@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from calyrex_jax import checkpoint, metrics
-from calyrex_jax.adapters import cal, iti, lora, parallel_mlp, placement, svgt
+from calyrex_jax.adapters import cal, iti, lora, parallel_mlp, placement, re_control, svgt
 from calyrex_jax.adapters.api import Adapter
 from calyrex_jax.adapters.value_bridge import BridgeConfig, InjectionConfig
 from calyrex_jax.adapters.value_space import ValueSpaceConfig
@@ -202,6 +202,19 @@ def make_iti(config: ConfigDict, spec: DecoderSpec) -> iti.Iti:
     return iti.Iti(range(spec.num_layers), spec.embed_dim, float(config.iti.strength))
 
 
+def make_re_control(config: ConfigDict, spec: DecoderSpec) -> re_control.ReControl:
+    """RE-Control where SVGT would read the stream."""
+    c = config.re_control
+    return re_control.ReControl((svgt_layer(config, spec) + 1,), spec.embed_dim, c.width, c.steps, float(c.strength))
+
+
+def svgt_layer(config: ConfigDict, spec: DecoderSpec) -> int:
+    """l*, from 0; UserError where the backbone has no such layer, or none above it."""
+    layer = svgt.default_layer(spec.num_layers) if config.svgt.layer == -1 else config.svgt.layer
+    svgt.check_layer(layer, spec.num_layers)
+    return layer
+
+
 def make_svgt(config: ConfigDict, spec: DecoderSpec) -> svgt.Svgt:
     """SVGT on a backbone; UserError for what cannot work with it or with the other adapters."""
     c = config.svgt
@@ -209,8 +222,7 @@ def make_svgt(config: ConfigDict, spec: DecoderSpec) -> svgt.Svgt:
         raise UserError(
             "config.cal.keys_from=all cannot be guided: its keys would hold every bridge that ever was; set cal.keys_from=span"
         )
-    layer = svgt.default_layer(spec.num_layers) if c.layer == -1 else c.layer
-    svgt.check_layer(layer, spec.num_layers)
+    layer = svgt_layer(config, spec)
     value = ValueSpaceConfig(
         embed_dim=spec.embed_dim,
         value_dim=c.value_dim,
@@ -228,7 +240,13 @@ def make_svgt(config: ConfigDict, spec: DecoderSpec) -> svgt.Svgt:
     return svgt.Svgt(value, bridge, layer, c.refresh_every, float(c.momentum))
 
 
-MAKERS = {"cal": make_cal, "parallel_mlp": make_parallel_mlp, "lora": make_lora, "iti": make_iti}
+MAKERS = {
+    "cal": make_cal,
+    "parallel_mlp": make_parallel_mlp,
+    "lora": make_lora,
+    "iti": make_iti,
+    "re_control": make_re_control,
+}
 
 
 def optimizer_config(config: ConfigDict) -> OptimizerConfig:

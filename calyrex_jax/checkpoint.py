@@ -63,6 +63,8 @@ START_FIELDS = frozenset(
         "svgt.step",
         "svgt.strength",
         "iti.strength",
+        "re_control.strength",
+        "re_control.steps",
     }
 )
 # the fields that a trained adapter must be used with, where not all of its group

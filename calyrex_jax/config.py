@@ -135,7 +135,9 @@ def default_config() -> ConfigDict:
 def _adapter_fields(config: ConfigDict) -> None:
     """Which adapters a run has, and what each is made of."""
     config.adapter = ConfigDict()
-    config.adapter.name = "cal"  # or parallel_mlp, lora, iti; several joined by +; or prompt_only: the frozen backbone
+    config.adapter.name = (
+        "cal"  # or parallel_mlp, lora, iti, re_control; several joined by +; or prompt_only: the frozen backbone
+    )
     config.adapter.placement = "late8th"  # a preset or boundaries such as "26,28"
     config.adapter.init_from = (
         ""  # "cal=DIR,lora=DIR": start from other runs' newest checkpoints; LoRA also from PEFT's files
@@ -167,6 +169,11 @@ def _adapter_fields(config: ConfigDict) -> None:
     config.iti = ConfigDict()
     config.iti.heads = 48  # heads that are shifted
     config.iti.strength = 15.0  # α; 0 changes nothing
+
+    config.re_control = ConfigDict()
+    config.re_control.width = 256  # of the value's hidden layer
+    config.re_control.steps = 3  # gradient steps a state
+    config.re_control.strength = 0.1  # α, relative to the state's length; 0 changes nothing
 
 
 def _svgt_fields(config: ConfigDict) -> None:
@@ -200,6 +207,9 @@ def _svgt_fields(config: ConfigDict) -> None:
     svgt.lambda_ce = 0.5
     svgt.lambda_safe = 2.0
     svgt.lambda_reg = 0.1
+    svgt.scale_bridge = (
+        True  # stage 3 starts with bridge tokens as long as the states at l*; False: of length √D, as published
+    )
     svgt.late_triggers = 0.5  # stage 3: how often the trigger is a random position of the reply, not the prompt's last
     svgt.weight_decay = 1e-5
     for number, (rate, batch, epochs) in enumerate(((1e-4, 16, 5), (5e-4, 16, 5), (5e-4, 4, 5)), start=1):

@@ -228,9 +228,12 @@ def run_stage(
         if int(state.step):
             show.say(f"stage {stage}: resumed from step {int(state.step)} of {total}")
         data = StageData(*(Corpus(part, _store(run, directory, stage, params, part, show, stop)) for part in encoded))
+        runner = _Runner(run, stage, params, optimizer)
+        if stage == 3 and not int(state.step) and config.svgt.scale_bridge and not run.model.svgt.injects:
+            state = state.replace(trainable=_scaled(state.trainable, runner.trigger_length(data.train)))
         with contextlib.closing(Metrics(home)) as logs:
             logs.resume(int(state.step))
-            _learn(_Runner(run, stage, params, optimizer), state, total, data, kept, (saved, best), logs, show, stop)
+            _learn(runner, state, total, data, kept, (saved, best), logs, show, stop)
     saved.close()
     step, found = best.restore_trainable(trainable)
     best.close()
@@ -292,6 +295,19 @@ def _learn(
             elif stop.status:
                 save(wait=True)
             stop.check()
+
+
+def _scaled(trainable: Tree, length: float) -> Tree:
+    """SVGT's leaves with a bridge whose tokens, and whose φ, are on the scale of states of this length.
+
+    The last norm gives tokens of length √D at a scale of 1, and φ starts there too; beside states many times as long the
+    correction would hardly be heard.
+    """
+    bridge = trainable["svgt"]["bridge"]
+    factor = length / bridge["norm"]["scale"].size ** 0.5
+    norm = bridge["norm"] | {"scale": bridge["norm"]["scale"] * factor}
+    lift = jax.tree.map(lambda leaf: leaf * factor, bridge["lift_out"])
+    return {"svgt": trainable["svgt"] | {"bridge": bridge | {"norm": norm, "lift_out": lift}}}
 
 
 def _store(run: build.Run, directory: Path, stage: int, params: Tree, examples, show: Metrics, stop: StopSignal):
@@ -369,6 +385,17 @@ class _Runner:
             for name, value in parts.items():
                 sums[name] = sums.get(name, 0.0) + float(value) * len(indices)
         return {name: value / len(corpus.examples) for name, value in sums.items()}
+
+    def trigger_length(self, corpus: Corpus) -> float:
+        """The median length of the states at l* of the first texts' last prompt positions."""
+        indices = list(range(min(self.rows * 8, len(corpus.examples))))
+        found = []
+        for start in range(0, len(indices), self.rows):
+            chosen = indices[start : start + self.rows]
+            talk, states = self._dialogue(corpus, chosen)
+            last = np.asarray(states[: len(chosen), talk.prompt.shape[1] - 1], np.float32)
+            found += np.linalg.norm(last, axis=-1).tolist()
+        return float(np.median(found))
 
     def _dialogue(self, corpus: Corpus, indices: list[int], rng: np.random.Generator | None = None) -> tuple:
         """A batch's dialogue and states, and its triggers where `rng` is given."""

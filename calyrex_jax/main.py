@@ -46,7 +46,7 @@ def _run() -> int:
         jax.distributed.initialize()
     config = _CONFIG.value
     guided = "svgt" in config and config.svgt.get("enabled") is True
-    computed = "adapter" in config and config.adapter.get("name") == "iti"
+    computed = "adapter" in config and config.adapter.get("name") in fit.FITTED
     learn = fit.train if computed else curriculum.train if guided else train.train
     whole = {"train": learn, "eval": evaluate.evaluate, "ablate": ablate.ablate}
     whole |= {"analyze": analyze.analyze, "plan": plan.plan}

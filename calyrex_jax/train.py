@@ -67,8 +67,8 @@ def train(config: ConfigDict, workdir: str) -> int:
         raise UserError(
             "config.adapter.name=prompt_only has nothing to train; use score, generate or eval, or name an adapter"
         )
-    if any(adapter.name == "iti" for adapter in run.model.adapters):
-        raise UserError("config.adapter.name: iti is computed, not trained; run it alone, with adapter.name=iti")
+    if fitted := [adapter.name for adapter in run.model.adapters if adapter.name in ("iti", "re_control")]:
+        raise UserError(f"config.adapter.name: {fitted[0]} is fitted, not trained; run it alone, adapter.name={fitted[0]}")
     examples, corpus_report = chat.encode_corpus(run.tokenizer, conversations, config.data.max_length, run.policy)
     stop, show = StopSignal(), Metrics(directory)
     try:

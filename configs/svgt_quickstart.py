@@ -24,7 +24,8 @@ def get_config():
     config.svgt.stage1.epochs = 2
     config.svgt.stage2.epochs = 6
     config.svgt.stage2.old_learning_rate = 1e-4
-    config.svgt.stage3.epochs = 1
+    config.svgt.stage3.epochs = 3
+    config.svgt.stage3.learning_rate = 3e-3
     config.train.loss_chunk = 64
     config.generate.max_new_tokens = 48
     config.eval.tasks = "privacy"

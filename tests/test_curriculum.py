@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from calyrex_jax import build, curriculum, fit, infer
+from calyrex_jax import build, curriculum, evaluate, fit, infer
 from calyrex_jax.core import trees
 from calyrex_jax.core.errors import UserError
 from calyrex_jax.data.prefix_store import PrefixStore
@@ -162,6 +162,30 @@ def test_score_is_that_of_the_guided_reply(straight, config, tmp_path):
     np.testing.assert_array_equal(guided[:start], plain[:start])
     assert np.abs(guided[start:] - plain[start:]).min() > 1e-6
     assert found[True][1] == found[False][1]  # no reply, no guidance
+
+
+@pytest.mark.slow
+def test_eval_compares_the_guided_model_with_the_watched_frozen_one(straight, config, tmp_path):
+    settings = config()
+    settings.eval.update({"tasks": "privacy,perplexity", "limit": 6, "max_new_tokens": 7, "batch_size": 3})
+    settings.eval.compare = f"steered={straight}"
+    assert evaluate.evaluate(settings, str(tmp_path / "run")) == 0
+    report = json.loads((tmp_path / "run/report.json").read_text())
+    assert set(report["models"]) == {"steered", "frozen"}
+    lines = {}
+    for name in ("steered", "frozen"):
+        kept = (tmp_path / f"run/eval/privacy.{name}.jsonl").read_text().splitlines()
+        lines[name] = {line["id"]: line["said"] for line in map(json.loads, kept)}
+        assert len(lines[name]) == 6 and all(len(said["harm"]) >= 1 for said in lines[name].values())
+    assert report["models"]["steered"]["perplexity"]["value"] != report["models"]["frozen"]["perplexity"]["value"]
+    plain = config(enabled=False)
+    plain.eval.update({"tasks": "privacy,perplexity", "limit": 6, "max_new_tokens": 7, "batch_size": 3})
+    assert evaluate.evaluate(plain, str(tmp_path / "plain")) == 0
+    alone = json.loads((tmp_path / "plain/report.json").read_text())["models"]["frozen"]
+    assert alone["perplexity"]["value"] == pytest.approx(report["models"]["frozen"]["perplexity"]["value"], rel=1e-6)
+    for line in map(json.loads, (tmp_path / "plain/eval/privacy.frozen.jsonl").read_text().splitlines()):
+        assert line["said"]["reply"] == lines["frozen"][line["id"]]["reply"] and "harm" not in line["said"]
+    assert "harm probability" in (tmp_path / "run/report.html").read_text()
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ SYSTEM_RULE = (
 _SHARES = {"test": (0.0, 0.25), "validation": (0.25, 0.4), "train": (0.4, 1.0)}
 _ITEMS = {"names": (6, 5), "wordings": (8, 6), "attacks": (16, 14)}  # private and public ones a family
 _RECORD = re.compile(r"\((?P<mark>private|public)\): (?P<value>\S+)")
-_PLAIN = 0.4  # share of safe conversations
+_PLAIN = 0.25  # share of safe conversations
 _STRAYS, _REFUSED = 6, 3  # one labelled group in so many has a reply about the other person; a refusal
 
 

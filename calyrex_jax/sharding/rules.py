@@ -56,6 +56,8 @@ ADAPTER_RULES = (
     (r"lora/mlp/w_down/a", P(None, "tensor", None)),
     (r"lora/(attn/w_o|mlp/w_down)/b", P(None, None, "fsdp")),
     (r"iti/shift", P(None, "fsdp")),
+    (r"re_control/boundary_\d+/w_in", P("fsdp", None)),
+    (r"re_control/boundary_\d+/(b_in|w_out|b_out)", P()),
     # a few maps of the value space's width: smaller than what it would cost to gather them
     (r"svgt/value_space/(response|conditional/prompt)/(kernel|bias)", P()),
     (r"svgt/value_space/(encoder_[01]|conditional)/attn/(query|key|value|out)/kernel", P()),
