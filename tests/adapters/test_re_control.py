@@ -74,7 +74,7 @@ def test_every_leaf_matters():
 
 def test_the_value_learns_a_direction():
     rng = np.random.default_rng(0)
-    states = rng.normal(size=(2000, SPEC.embed_dim)).astype(np.float32)
+    states = rng.normal(size=(20000, SPEC.embed_dim)).astype(np.float32)
     labels = (states[:, 3] > 0).astype(int)
     leaves = re_control.fit(made().init_adapters(jax.random.key(0))["re_control"][KEY], states, labels, seed=0)
     other = rng.normal(size=(500, SPEC.embed_dim)).astype(np.float32)
