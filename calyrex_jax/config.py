@@ -17,7 +17,6 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from calyrex_jax.core import quantized
 from calyrex_jax.core.errors import UserError
 
 
@@ -246,7 +245,7 @@ def check(config: ConfigDict) -> None:
     walk(config, default_config(), "")
     choices = {
         "backbone.dtype": ("float32", "bfloat16"),
-        "backbone.quantize": quantized.KINDS,
+        "backbone.quantize": ("", "int8", "int4", "nf4"),
         "chat.system_role": ("error", "merge"),
         "cal.init": ("random", "layer"),
         "train.remat": ("products", "layers"),

@@ -18,16 +18,17 @@ def get_config():
     config.svgt.layer = 15
     config.svgt.value_dim = 128
     config.svgt.data = "privacy"
-    config.svgt.size = 1600
+    config.svgt.size = 3200
     config.svgt.safe_data = "privacy"
     config.svgt.cache = "bfloat16"
-    config.svgt.stage1.epochs = 2
-    config.svgt.stage2.epochs = 6
+    config.svgt.stage1.epochs = 1
+    config.svgt.stage2.epochs = 4
     config.svgt.stage2.old_learning_rate = 1e-4
-    config.svgt.stage3.epochs = 3
+    config.svgt.stage3.epochs = 2
     config.svgt.stage3.learning_rate = 3e-3
     config.train.loss_chunk = 64
     config.generate.max_new_tokens = 48
-    config.eval.tasks = "privacy"
+    config.eval.max_new_tokens = 32
+    config.eval.tasks = "privacy,perplexity"
     config.eval.batch_size = 32
     return config

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from calyrex_jax.adapters.iti import Iti
+from calyrex_jax.adapters.re_control import ReControl
 from calyrex_jax.backbones import decoder
 from calyrex_jax.core import quantized, trees
 from calyrex_jax.core.errors import UserError
@@ -45,6 +47,12 @@ def svgt_leaves(**changes):
     return {"svgt": jax.eval_shape(tiny.svgt(tiny.spec(), **changes).init, jax.random.key(0))}
 
 
+def steering_leaves():
+    spec = tiny.spec()
+    fitted = Iti(range(spec.num_layers), spec.embed_dim, 1.0), ReControl((2,), spec.embed_dim, 8, 1, 0.1)
+    return jax.eval_shape(Model(spec, fitted).init_adapters, jax.random.key(0))
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "biased"])
 def test_every_backbone_leaf_has_one_rule(name):
     tree = leaves_of("llama", **BIASED) if name == "biased" else leaves_of(name)
@@ -58,7 +66,8 @@ def test_every_rule_has_a_leaf():
     paths = {path for tree in (leaves_of("llama", **BIASED), leaves_of("gpt2")) for path in trees.flatten(tree)}
     for pattern, _ in rules.BACKBONE_RULES:
         assert any(re.fullmatch(pattern, path) for path in paths), pattern
-    made = adapter_leaves(), gpt2_adapter_leaves(), svgt_leaves(), svgt_leaves(pooling="attention", aggregate="blocks")
+    made = adapter_leaves(), gpt2_adapter_leaves(), svgt_leaves(), steering_leaves()
+    made += (svgt_leaves(pooling="attention", aggregate="blocks"), svgt_leaves(strength=1.0))
     paths = {path for tree in made for path in trees.flatten(tree)}
     for pattern, _ in rules.ADAPTER_RULES:
         assert any(re.fullmatch(pattern, path) for path in paths), pattern
