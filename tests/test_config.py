@@ -97,6 +97,8 @@ def test_a_workdir_that_cannot_be(tmp_path):
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(UserError, match=r"--workdir=.*cannot be written"):
             prepare_workdir(str(place))
+    with pytest.raises(UserError, match=r"--workdir=gs://bucket/run: .*mount the bucket"):
+        prepare_workdir("gs://bucket/run")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

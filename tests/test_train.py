@@ -413,3 +413,10 @@ def test_a_damaged_checkpoint_is_named(straight, config, tmp_path):
             path.write_bytes(b"")
     with pytest.raises(UserError, match=r"checkpoint of step 10 in .* cannot be read"):
         train.train(config(train__steps=12), str(tmp_path / "run"))
+
+
+def test_several_processes_do_not_evaluate(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(UserError, match=r"config.eval.after_training=rules: .*run --mode=eval on one host"):
+        train.train(config(eval__after_training="rules"), str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
