@@ -3,6 +3,9 @@
     python -m calyrex_jax.main --config=configs/qwen1p5b_late8th.py --workdir=runs/qwen1p5b --config.data.source=corpus.jsonl
 
 Hardware: one GPU or TPU chip with 16 GB or more; set config.mesh for several.
+
+Planned, by compiling for one TPU v5e chip (`--mode=plan`): 12.82 of its 15.75 GiB; 45,235,200 parameters are trained, and at
+197 TFLOP/s the chip can reach 43,900 tokens a second at best.
 """
 
 from calyrex_jax.config import default_config
