@@ -102,6 +102,7 @@ def plan(config: ConfigDict, spec: DecoderSpec, directory: Path) -> list[Arm]:
         for seed in range(config.train.seed, config.train.seed + config.ablate.seeds):
             arm = at(config, name)
             arm.train.seed = seed
+            arm.data.token_dir = config.data.token_dir or str(directory / "tokens")
             if config.ablate.match == "parameters":
                 size(arm, spec, len(boundaries), budget)
             if config.data.prefix_cache != "off":

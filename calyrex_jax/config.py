@@ -41,9 +41,15 @@ def default_config() -> ConfigDict:
     config.chat.special_text = "plain"  # special tokens written in a message: plain characters, error, or allow
 
     config.data = ConfigDict()
-    config.data.source = ""  # rules (the embedded corpus) or FILE.jsonl
+    # rules (the embedded corpus) · FILE.jsonl, jsonl:FILE · tfds:DIR (python -m calyrex_jax.prepare makes it) · hf:OWNER/NAME or
+    # hf:DIR (Parquet, JSON Lines, …); or a sum, "tfds:A + jsonl:B" all of both, "tfds:A*0.7 + jsonl:B*0.3" by weight: an epoch
+    # then is as long as both together, 70 % of it drawn from A (conversations repeat where a part holds fewer; data/parts.py)
+    config.data.source = ""
     config.data.size = 0  # conversations to generate; rules only
-    config.data.seed = 0  # of the generated corpus; rules only
+    config.data.seed = 0  # of the generated corpus, and of what a weighted sum draws
+    config.data.token_dir = (
+        ""  # where encoded conversations are kept, so that a resumed run reads no text; "": WORKDIR/tokens
+    )
     config.data.max_length = 1024  # longer conversations are dropped from training, and counted
     config.data.packing = False
     config.data.prefix_cache = "off"  # or float32, bfloat16: keep the frozen prefix's output on disk

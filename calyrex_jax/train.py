@@ -25,11 +25,11 @@ from calyrex_jax.config import as_dict, check, prepare_workdir
 from calyrex_jax.core import trees
 from calyrex_jax.core.errors import UserError
 from calyrex_jax.core.types import Batch, Tree
-from calyrex_jax.data import chat, pipeline, rules, sources
+from calyrex_jax.data import chat, corpus, parts, pipeline
 from calyrex_jax.data.prefix_store import PrefixStore
 from calyrex_jax.evals import quickstart
 from calyrex_jax.evals.report import write_json
-from calyrex_jax.metrics import Metrics, peak_memory
+from calyrex_jax.metrics import QUIET_SECONDS, Metrics, peak_memory
 from calyrex_jax.sharding.processes import row_group
 from calyrex_jax.sharding.rules import batch_sharding
 from calyrex_jax.training import sft
@@ -82,7 +82,7 @@ def train(config: ConfigDict, workdir: str) -> int:
             "run --mode=eval on one host afterwards"
         )
     directory = prepare_workdir(workdir)
-    conversations = load_corpus(config)
+    sources = corpus_parts(config)
     run = build.open_run(config)
     if not run.model.adapters:
         raise UserError(
@@ -90,9 +90,9 @@ def train(config: ConfigDict, workdir: str) -> int:
         )
     if fitted := [adapter.name for adapter in run.model.adapters if adapter.name in ("iti", "re_control")]:
         raise UserError(f"config.adapter.name: {fitted[0]} is fitted, not trained; run it alone, adapter.name={fitted[0]}")
-    examples, corpus_report = chat.encode_corpus(run.tokenizer, conversations, config.data.max_length, run.policy)
     stop, show = StopSignal(), Metrics(directory)
     try:
+        examples, corpus_report = load_corpus(run, sources, directory, show, stop)
         return _train(run, directory, examples, corpus_report, stop, show)
     except Interrupted as signalled:
         return say_interrupted(signalled)
@@ -108,19 +108,29 @@ def say_interrupted(signalled: Interrupted) -> int:
     return signalled.args[0]
 
 
-def load_corpus(config: ConfigDict) -> list[tuple[str, dict]]:
-    """The conversations of config.data.source as (where, conversation), read and checked as a whole before anything runs."""
-    source = config.data.source
-    if source == "rules":
-        if config.data.size < 1:
-            raise UserError(
-                f"config.data.size is {config.data.size}; data.source=rules generates that many conversations; set 1 or more"
-            )
-        made = rules.training_set(seed=config.data.seed, size=config.data.size)
-        return [(f"rules:{number}", conversation) for number, conversation in enumerate(made)]
-    if not source:
-        raise UserError("config.data.source is empty; name a JSONL file of conversations, or rules for the embedded corpus")
-    return sources.load_conversations(source)
+def corpus_parts(config: ConfigDict) -> tuple[parts.Part, ...]:
+    """The parts of config.data.source; UserError where its text makes no sense or a file is absent."""
+    found = parts.parse_source(config.data.source, size=config.data.size, seed=config.data.seed)
+    for part in found:
+        parts.files_of(part)
+    return found
+
+
+def load_corpus(
+    run: build.Run, sources: tuple[parts.Part, ...], directory: Path, show: Metrics, stop: StopSignal
+) -> tuple[corpus.Corpus, chat.CorpusReport]:
+    """The examples to train on and the account of them, encoded as a whole, and kept on disk, before anything else runs."""
+    data, started, counts = run.config.data, time.monotonic(), [0, QUIET_SECONDS]
+
+    def advance(count: int) -> None:
+        counts[0] += count
+        if (seconds := time.monotonic() - started) > counts[1]:
+            show.say(f"encoding the corpus: {counts[0]:,} conversations, {counts[0] / seconds:.0f} a second")
+            counts[1] = seconds + QUIET_SECONDS
+        stop.check()
+
+    token_dir = Path(data.token_dir or directory / "tokens")
+    return corpus.load_corpus(run.tokenizer, run.policy, sources, data.max_length, token_dir, data.seed, advance)
 
 
 def _train(

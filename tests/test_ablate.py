@@ -13,7 +13,7 @@ from calyrex_jax.backbones.spec import DecoderSpec
 from calyrex_jax.config import default_config
 from calyrex_jax.core import trees
 from calyrex_jax.core.errors import UserError
-from calyrex_jax.data import chat
+from calyrex_jax.data import chat, sources
 from calyrex_jax.training import sft
 from tests import tiny_runs
 
@@ -150,7 +150,7 @@ def test_states_made_from_a_lower_boundary_are_those_of_the_whole_prefix(place, 
     for boundary in (1, 2):
         config = config_of(place, adapter__placement=str(boundary), data__prefix_dir=str(tmp_path))
         run = runs[boundary] = build.open_run(config)
-        examples = chat.encode_corpus(run.tokenizer, train.load_corpus(config), 256, run.policy)[0]
+        examples = chat.encode_corpus(run.tokenizer, sources.load_conversations(config.data.source), 256, run.policy)[0]
         store = stores[boundary] = train.open_prefix_store(run, tmp_path, examples)
         below = train.lower_prefixes(run, tmp_path, examples)
         assert (below is None) == (boundary == 1)

@@ -20,7 +20,21 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # the parts not at all
 ROWS = (
     ("main",),
-    ("train", "plan", "bench", "bench_svgt", "bench_torch", "infer", "evaluate", "ablate", "analyze", "curriculum", "fit"),
+    (
+        "train",
+        "plan",
+        "bench",
+        "bench_svgt",
+        "bench_torch",
+        "infer",
+        "evaluate",
+        "ablate",
+        "analyze",
+        "curriculum",
+        "fit",
+        "prepare",
+        "bench_data",
+    ),
     ("build", "config"),
     ("training", "planning", "evals", "analysis", "checkpoint", "metrics"),
     ("model", "generate", "guidance"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 
 @dataclass
@@ -20,6 +20,16 @@ class Account:
         self.dropped[reason] += 1
         self.places.setdefault(reason, []).append(where)
         del self.places[reason][5:]
+
+    def add(self, other: Account) -> None:
+        """Counts what another account of the same kind has counted."""
+        for item in fields(self):
+            mine, theirs = getattr(self, item.name), getattr(other, item.name)
+            if not isinstance(mine, dict):
+                setattr(self, item.name, mine + theirs)
+        self.dropped.update(other.dropped)
+        for reason, places in other.places.items():
+            self.places[reason] = (self.places.get(reason, []) + places)[:5]
 
     def gone(self) -> list[str]:
         """One phrase a reason: `["dropped 2 too long (f.jsonl:3, f.jsonl:9)"]`."""

@@ -7,8 +7,9 @@ joins a character of the template to one of the message.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -85,16 +86,18 @@ class _Layout:
 
 @dataclass
 class CorpusReport(Account):
-    """What became of a corpus of conversations: `Account`, and tokens and targets kept."""
+    """What became of a corpus of conversations: `Account`, tokens and targets kept, and what a mixture draws of each part."""
 
     tokens: int = 0
     targets: int = 0
     shielded: int = 0
+    drawn: list[str] = field(default_factory=list)
 
     def line(self) -> str:
         """One line for the user: `kept 98 of 100 conversations; dropped 2 too long (f.jsonl:3, f.jsonl:9)`."""
         kept = [f"{self.shielded} with special tokens' text kept plain"] if self.shielded else []
-        return "; ".join([f"kept {self.kept} of {self.read} conversations", *self.gone(), *kept])
+        mixed = [f"an epoch draws {', '.join(self.drawn)}"] if self.drawn else []
+        return "; ".join([f"kept {self.kept} of {self.read} conversations", *self.gone(), *kept, *mixed])
 
 
 def encode(
@@ -141,30 +144,51 @@ def encode_corpus(
     never learn to stop).
     """
     policy = policy or ChatPolicy()
+    refuse_endless(tokenizer, policy)
     given = list(conversations)
-    rows = [(where, conversation.get("messages")) for where, conversation in given]
-    report = CorpusReport(read=len(rows))
-    template = tokenizer.template(policy.chat_template, policy.date_string)
-    if rows and template.end_of_turn is None:
+    encoded = list(encode_stream(tokenizer, given, policy))
+    report = CorpusReport(read=len(given))
+    lengths = np.array([len(example.tokens) for _, example in encoded], np.int64)
+    targets = np.array([example.targets.sum() for _, example in encoded], np.int64)
+    kept = select(lengths, targets, lambda i: encoded[i][0], max_length, report)
+    refuse_empty(report, max_length)
+    examples = [encoded[i][1] for i in kept]
+    report.tokens, report.targets = int(lengths[kept].sum()), int(targets[kept].sum())
+    report.shielded = sum(example.shielded for example in examples)
+    return examples, report
+
+
+def select(
+    lengths: np.ndarray, targets: np.ndarray, place: Callable[[int], str], max_length: int, account: Account
+) -> np.ndarray:
+    """[K] numbers of the examples that can be trained on, [N] tokens and [N] targets given; the rest is counted in `account`.
+
+    `place` names an example's place in its source. `account.kept` becomes K.
+    """
+    silent, long = targets == 0, lengths > max_length
+    for i in np.flatnonzero(silent | long):
+        account.drop("without a reply to learn" if silent[i] else "too long", place(int(i)))
+    kept = np.flatnonzero(~(silent | long))
+    account.kept = len(kept)
+    return kept
+
+
+def refuse_empty(report: CorpusReport, max_length: int, of: str = "") -> None:
+    """UserError where nothing was kept `of` a part of the corpus, or of all of it."""
+    if not report.kept:
+        raise UserError(
+            f"no conversation {of and f'of {of} '}is left to train on: {report.line()}; raise data.max_length ({max_length}) "
+            "or mend the data"
+        )
+
+
+def refuse_endless(tokenizer: Tokenizer, policy: ChatPolicy) -> None:
+    """UserError for a chat template that closes no reply: a model trained with it would never stop."""
+    if tokenizer.template(policy.chat_template, policy.date_string).end_of_turn is None:
         raise UserError(
             f"{tokenizer.name}: its chat template puts no end-of-turn token after a reply, so a model trained with it would "
             "never stop; set another chat template"
         )
-    examples = []
-    for (where, conversation), example in zip(given, encode_all(tokenizer, rows, policy, False)):
-        if not example.targets.any():
-            report.drop("without a reply to learn", where)
-        elif len(example.tokens) > max_length:
-            report.drop("too long", where)
-        else:
-            examples.append(replace(example, distill=conversation.get("distill", False)))
-    report.kept, report.tokens = len(examples), sum(len(e.tokens) for e in examples)
-    report.targets, report.shielded = sum(int(e.targets.sum()) for e in examples), sum(e.shielded for e in examples)
-    if not examples:
-        raise UserError(
-            f"no conversation is left to train on: {report.line()}; raise data.max_length ({max_length}) or mend the data"
-        )
-    return examples, report
 
 
 def base_model_warning(tokenizer: Tokenizer, policy: ChatPolicy | None = None) -> str | None:
@@ -193,13 +217,29 @@ def encode_all(
     tokenizer: Tokenizer, rows: Sequence[tuple[str, Any]], policy: ChatPolicy, for_generation: bool
 ) -> list[Example]:
     """`encode` of many [(where, messages), …], tokenised in parallel."""
+    return [
+        e
+        for at in range(0, len(rows), _CHUNK)
+        for e in _encode_chunk(tokenizer, rows[at : at + _CHUNK], policy, for_generation)
+    ]
+
+
+def encode_stream(
+    tokenizer: Tokenizer, conversations: Iterable[tuple[str, dict[str, Any]]], policy: ChatPolicy
+) -> Iterator[tuple[str, Example]]:
+    """(place, example) of [(place, {"messages": …, "distill": false}), …], a chunk of them held at a time."""
+    given = iter(conversations)
+    while chunk := list(itertools.islice(given, _CHUNK)):
+        rows = [(where, conversation.get("messages")) for where, conversation in chunk]
+        for (where, conversation), example in zip(chunk, _encode_chunk(tokenizer, rows, policy, False)):
+            yield where, replace(example, distill=conversation.get("distill", False))
+
+
+def _encode_chunk(tokenizer: Tokenizer, rows, policy: ChatPolicy, for_generation: bool) -> list[Example]:
     template = tokenizer.template(policy.chat_template, policy.date_string)
-    examples = []
-    for at in range(0, len(rows), _CHUNK):
-        layouts = [_lay_out(template, messages, policy, for_generation, where) for where, messages in rows[at : at + _CHUNK]]
-        encoded = tokenizer.encode_offsets([layout.text for layout in layouts])
-        examples += [_example(tokenizer, template, *pair, policy) for pair in zip(layouts, encoded)]
-    return examples
+    layouts = [_lay_out(template, messages, policy, for_generation, where) for where, messages in rows]
+    encoded = tokenizer.encode_offsets([layout.text for layout in layouts])
+    return [_example(tokenizer, template, *pair, policy) for pair in zip(layouts, encoded)]
 
 
 def _lay_out(template: ChatTemplate, messages: Any, policy: ChatPolicy, for_generation: bool, where: str) -> _Layout:

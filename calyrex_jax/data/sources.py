@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,17 +23,31 @@ def read_jsonl(path: Path | str) -> list[tuple[str, dict[str, Any]]]:
     Raises UserError with file:line for bytes that are not UTF-8, malformed JSON, bare NaN or Infinity, half a surrogate
     pair, a line that is not an object; and for a file that is absent or holds nothing.
     """
-    data = read_bytes(path)
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise UserError(f"{path}:1: UTF-16, expected UTF-8; {_REMEDY}")
-    rows = []
-    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+    return list(iter_jsonl(path))
+
+
+def iter_jsonl(path: Path | str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """`read_jsonl` line by line, for files that should not be held as a whole."""
+    empty = True
+    for number, line in enumerate(_lines(path), start=1):
+        if number == 1:
+            if line.startswith((b"\xff\xfe", b"\xfe\xff")):
+                raise UserError(f"{path}:1: UTF-16, expected UTF-8; {_REMEDY}")
+            line = line.removeprefix(b"\xef\xbb\xbf")
         if line.strip():
+            empty = False
             where = f"{path}:{number}"
-            rows.append((where, _parse(line, where)))
-    if not rows:
+            yield where, _parse(line.removesuffix(b"\n"), where)
+    if empty:
         raise UserError(f"{path}: empty, at least one line is needed; {_REMEDY}")
-    return rows
+
+
+def _lines(path: Path | str) -> Iterator[bytes]:
+    try:
+        with gzip.open(path) if str(path).endswith(".gz") else open(path, "rb") as file:
+            yield from file
+    except (OSError, EOFError, zlib.error) as error:
+        raise _unreadable(path, error) from None
 
 
 def read_bytes(path: Path | str) -> bytes:
@@ -41,8 +56,12 @@ def read_bytes(path: Path | str) -> bytes:
         data = Path(path).read_bytes()
         return gzip.decompress(data) if str(path).endswith(".gz") else data
     except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{path}: cannot be read ({reason}); name an existing file that is whole") from None
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path | str, error: Exception) -> UserError:
+    reason = getattr(error, "strerror", None) or error
+    return UserError(f"{path}: cannot be read ({reason}); name an existing file that is whole")
 
 
 def load_conversations(path: Path | str) -> list[tuple[str, dict[str, Any]]]:

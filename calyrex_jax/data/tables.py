@@ -6,12 +6,12 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from calyrex_jax.core.errors import UserError
-from calyrex_jax.data.sources import read_bytes, read_jsonl
+from calyrex_jax.data.sources import iter_jsonl, read_bytes, read_jsonl
 
 Rows = list[tuple[str, dict[str, Any]]]
 
@@ -35,7 +35,8 @@ def data_files(source: str, what: str) -> tuple[list[Path], list[str]]:
     names = {path: path.relative_to(root).as_posix() for path in found}
     kept = [path for path in found if not _HELD_OUT.search(names[path])]
     if not kept:
-        rest = f" but held-out ones ({', '.join(names.values())}); name one of them" if found else f" ({', '.join(READERS)})"
+        some = ", ".join(list(names.values())[:5]) + (", …" if len(found) > 5 else "")
+        rest = f" but held-out ones ({some}); name one of them" if found else f" ({', '.join(READERS)})"
         raise UserError(f"{what}: {source} holds no data files{rest}")
     return kept, [names[path] for path in found if path not in kept]
 
@@ -45,7 +46,12 @@ def read_table(path: Path) -> Rows:
 
     A file whose name tells no format is read as JSON Lines.
     """
-    return (_reader(path) or read_jsonl)(path)
+    return list(iter_table(path))
+
+
+def iter_table(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
+    """`read_table` row by row; of JSON Lines and Parquet only a part is held at a time."""
+    return (_reader(path) or iter_jsonl)(path)
 
 
 def _json(path: Path) -> Rows:
@@ -85,7 +91,7 @@ def _csv(path: Path) -> Rows:
     return rows
 
 
-def _parquet(path: Path) -> Rows:
+def _parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         import pyarrow.parquet as parquet
     except ImportError:
@@ -93,16 +99,22 @@ def _parquet(path: Path) -> Rows:
             f"{path}: Parquet needs pyarrow, which is not installed; pip install 'calyrex_jax[parquet]', or convert the "
             "file: pandas.read_parquet(FILE).to_json(NEW, orient='records', lines=True) writes JSON Lines"
         ) from None
+    number = 0
     try:
-        table = parquet.read_table(path)
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}:{number}", row
     except (OSError, ValueError) as error:  # pyarrow's errors derive from these
         raise UserError(f"{path}: not readable as Parquet ({' '.join(str(error).split())[:160]}); fetch it again") from None
-    return [(f"{path}:{number}", row) for number, row in enumerate(table.to_pylist(), 1)]
 
 
-READERS: dict[str, Callable[[Path], Rows]] = {
-    ".jsonl": read_jsonl,
-    ".jsonl.gz": read_jsonl,
+Reader = Callable[[Path], Iterable[tuple[str, dict[str, Any]]]]
+
+READERS: dict[str, Reader] = {
+    ".jsonl": iter_jsonl,
+    ".jsonl.gz": iter_jsonl,
     ".json": _json,
     ".json.gz": _json,
     ".csv": _csv,
@@ -111,7 +123,7 @@ READERS: dict[str, Callable[[Path], Rows]] = {
 }
 
 
-def _reader(path: Path) -> Callable[[Path], Rows] | None:
+def _reader(path: Path) -> Reader | None:
     return next((reader for ending, reader in READERS.items() if path.name.lower().endswith(ending)), None)
 
 
