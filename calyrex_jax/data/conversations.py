@@ -32,19 +32,16 @@ def as_conversation(row: dict[str, Any], where: str) -> dict[str, Any]:
     a row without turns, and for what `validate` refuses.
     """
     turns = next((row[name] for name in ("messages", "conversations") if row.get(name) is not None), None)
-    if isinstance(turns, dict):  # a TFDS sequence of features: columns of equal lengths
-        turns = [dict(zip(turns, values)) for values in zip(*turns.values(), strict=True)]
+    if isinstance(turns, dict) and all(isinstance(column, list) for column in turns.values()):  # as TFDS has sequences
+        turns = [dict(zip(turns, values)) for values in zip(*turns.values())]
     if turns is None:
         raise UserError(f'{where}: without "messages" or "conversations"; name the column of turns so')
     if not isinstance(turns, list):
         raise UserError(f"{where}: turns are {type(turns).__name__}, expected a list")
     messages = [_message(turn) for turn in turns]
     system = row.get("system") or row.get("system_prompt")
-    if (
-        isinstance(system, str)
-        and system.strip()
-        and not any(m["role"] == "system" for m in messages if isinstance(m, dict))
-    ):
+    has_system = any(isinstance(message, dict) and message["role"] == "system" for message in messages)
+    if isinstance(system, str) and system.strip() and not has_system:
         messages.insert(0, {"role": "system", "content": system})
     distill = row.get("distill")
     conversation = {"messages": messages, "distill": False if distill is None else distill}
@@ -55,12 +52,12 @@ def _message(turn: Any) -> Any:
     """One turn as `validate` takes it; what is no turn is left for it to refuse."""
     if not isinstance(turn, dict):
         return turn
-    role = turn.get("role", turn.get("from"))
-    more = {name: turn[name] for name in ("tool_calls", "function_call") if turn.get(name)}
-    return {
-        "role": ROLES.get(role, role) if isinstance(role, str) else role,
-        "content": turn.get("content", turn.get("value")),
-    } | more
+    role, content = (
+        next((turn[name] for name in names if turn.get(name) is not None), None)
+        for names in (("role", "from"), ("content", "value"))
+    )
+    calls = {name: turn[name] for name in ("tool_calls", "function_call") if turn.get(name)}
+    return {"role": ROLES.get(role, role) if isinstance(role, str) else role, "content": content} | calls
 
 
 def sift(rows: Iterable[tuple[str, dict[str, Any]]], account: Account) -> Iterator[tuple[str, dict[str, Any]]]:

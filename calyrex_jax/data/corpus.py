@@ -44,7 +44,7 @@ class Corpus(Sequence[Example]):
     def __init__(self, stores: Sequence[TokenStore], chosen: Sequence[np.ndarray]):
         self._stores = tuple(stores)
         self._which = np.repeat(np.arange(len(chosen)), [len(part) for part in chosen])
-        self._index = np.concatenate(chosen) if len(chosen) else np.empty(0, np.int64)
+        self._index = np.concatenate(chosen)
         self.lengths = np.concatenate([store.lengths[part] for store, part in zip(stores, chosen)])
 
     def __len__(self) -> int:
@@ -76,14 +76,7 @@ def load_corpus(
     stores, kept, report = [], [], CorpusReport()
     for part in sources:
         store = encoded(tokenizer, policy, part, token_dir, advance)
-        account = CorpusReport(read=store.account.read)
-        for reason, count in store.account.dropped.items():
-            account.dropped[reason] = count
-            account.places[reason] = list(store.account.places[reason])
-        targets, places = store.targets, functools.cache(store.places)
-        numbers = select(store.lengths, targets, lambda i, places=places: places()[i], max_length, account)
-        account.tokens, account.targets = int(store.lengths[numbers].sum()), int(targets[numbers].sum())
-        account.shielded = int(store.shielded[numbers].sum())
+        numbers, account = _usable(store, max_length)
         if part.weight is not None:
             refuse_empty(account, max_length, part.name)
         report.add(account)
@@ -95,6 +88,17 @@ def load_corpus(
         report.drawn = [f"{len(d)} of {p.name} ({len(k)})" for d, k, p in zip(drawn, kept, sources)]
         kept = [numbers[part] for numbers, part in zip(kept, drawn)]
     return Corpus(stores, kept), report
+
+
+def _usable(store: TokenStore, max_length: int) -> tuple[np.ndarray, CorpusReport]:
+    """Numbers of a part's examples that can be trained on, and the account of its reading and of those left out."""
+    read = store.account
+    account = CorpusReport(read.read, 0, read.dropped.copy(), {reason: list(some) for reason, some in read.places.items()})
+    targets, places = store.targets, functools.cache(store.places)  # a file that is read only where something is dropped
+    numbers = select(store.lengths, targets, lambda i: places()[i], max_length, account)
+    account.tokens, account.targets = int(store.lengths[numbers].sum()), int(targets[numbers].sum())
+    account.shielded = int(store.shielded[numbers].sum())
+    return numbers, account
 
 
 def encoded(

@@ -96,7 +96,7 @@ def files_of(part: Part) -> tuple[list[Path], list[str]]:
     if part.kind == "jsonl":
         path = Path(part.where).expanduser()
         if not path.is_file():
-            iter_jsonl(path).__next__()  # raises what reading it raises
+            next(iter_jsonl(path))  # raises what reading it raises
         return [path], []
     if part.kind == "tfds":
         root = records.find_records(part.where)

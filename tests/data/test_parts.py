@@ -8,6 +8,7 @@ import pytest
 from calyrex_jax.core.errors import UserError
 from calyrex_jax.data import parts
 from calyrex_jax.data.account import Account
+from calyrex_jax.data.conversations import as_conversation
 from calyrex_jax.data.parts import Part, mix, parse_source
 
 
@@ -96,6 +97,26 @@ def test_parquet_with_messages_and_with_sharegpt_turns(tmp_path):
     with pytest.raises(UserError, match=r"broken\.parquet: not readable as Parquet") as error:
         list(parts.read_part(Part("hf", str(broken)), Account()))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "roles"),
+    [
+        ({"messages": {"role": ["user", "assistant"], "content": ["q", "a"]}}, ["user", "assistant"]),
+        ({"conversations": [{"role": None, "from": "human", "content": None, "value": "q"}], "messages": None}, ["user"]),
+        ({"messages": [{"from": "human", "value": "q"}, {"from": "function_call", "value": "{}"}, {"from": "observation",
+          "value": "1"}, {"from": "gpt", "value": "a"}]}, ["user", "assistant", "tool", "assistant"]),
+        ({"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}], "system": "t"}, ["system", "user"]),
+    ],
+)  # fmt: skip
+def test_turns_of_many_makes(row, roles):
+    assert [message["role"] for message in as_conversation(row, "f:1")["messages"]] == roles
+
+
+@pytest.mark.parametrize("row", [{"messages": "q"}, {"messages": {"role": "user"}}, {"messages": ["q"]}, {"messages": []}])
+def test_what_is_no_conversation(row):
+    with pytest.raises(UserError, match=r"^f:1: "):
+        as_conversation(row, "f:1")
 
 
 def test_the_fingerprint_is_of_the_content(tmp_path):
