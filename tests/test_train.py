@@ -153,7 +153,7 @@ def test_one_compilation_a_length_bucket(config, tmp_path, caplog):
 def test_what_a_run_leaves(straight, config, place):
     run = straight("plain")
     assert {path.name for path in run.iterdir()} == {
-        "checkpoints", "config.json", "metrics.jsonl", "report.json", "tensorboard",
+        "checkpoints", "config.json", "metrics.jsonl", "report.json", "tensorboard", "tokens",
     }  # fmt: skip
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"5", "10"}
     saved = json.loads((run / "config.json").read_text())
@@ -348,8 +348,8 @@ def test_a_mistake_is_one_line_and_leaves_nothing(name, config, place, tmp_path)
 def assert_nothing_is_left(error, said, run):
     assert said in str(error)
     assert "\n" not in str(error)
-    left = {path.name for path in run.rglob("*") if path.is_file()} if run.exists() else set()
-    assert left == set()
+    left = {path.relative_to(run).parts[0] for path in run.rglob("*") if path.is_file()} if run.exists() else set()
+    assert left <= {"tokens"}  # what was encoded is right whatever else was wrong, and serves the next try
 
 
 def cut(path):
