@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from calyrex_jax import build, curriculum, evaluate, fit, infer
+from calyrex_jax import build, curriculum, evaluate, fit, infer, train
 from calyrex_jax.core import trees
 from calyrex_jax.core.errors import UserError
 from calyrex_jax.data.prefix_store import PrefixStore
@@ -162,6 +162,34 @@ def test_score_is_that_of_the_guided_reply(straight, config, tmp_path):
     np.testing.assert_array_equal(guided[:start], plain[:start])
     assert np.abs(guided[start:] - plain[start:]).min() > 1e-6
     assert found[True][1] == found[False][1]  # no reply, no guidance
+
+
+@pytest.mark.slow
+def test_cal_and_svgt_trained_apart_work_together(place, straight, config, tmp_path):
+    tiny_runs.write_corpus(tmp_path / "chats.jsonl", 6)
+    alone = tiny_runs.make_config(place / "model", tmp_path / "chats.jsonl", train__steps=2, train__batch_size=2)
+    assert train.train(alone, str(tmp_path / "cal")) == 0
+    both = config()
+    both.adapter.update({"name": "cal", "placement": alone.adapter.placement})
+    both.cal.mlp_dim = alone.cal.mlp_dim
+    both.adapter.init_from = f"cal={tmp_path / 'cal'},svgt={straight}"
+    run = build.open_run(both)
+    tree = build.trained_adapters(run, tmp_path / "both")
+    assert set(tree) == {"cal", "svgt"}
+    for path, leaf in leaves(config(), straight, 3).items():
+        np.testing.assert_array_equal(trees.flatten(tree["svgt"])[path], leaf)
+    assert float(jax.numpy.abs(tree["cal"]["boundary_1"]["w_o"]).max()) > 0
+    chats = [tiny_runs.conversation("keep a", system="Be brief"), tiny_runs.conversation("b?")]
+    source = tiny_runs.write_jsonl(tmp_path / "in.jsonl", chats)
+    assert infer.run(both, str(tmp_path / "both"), "generate", str(source), str(tmp_path / "out.jsonl")) == 0
+    for line in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines()):
+        assert len(line["harm"]) == 1 + max(len(line["tokens"]) - 1, 0) // 3
+    both.eval.update({"tasks": "perplexity", "limit": 3, "batch_size": 3})
+    assert evaluate.evaluate(both, str(tmp_path / "both")) == 0
+    assert set(json.loads((tmp_path / "both/report.json").read_text())["models"]) == {"cal+svgt", "frozen"}
+    both.cal.keys_from = "all"
+    with pytest.raises(UserError, match=r"config\.cal\.keys_from=all cannot be guided"):
+        build.open_run(both)
 
 
 @pytest.mark.slow
