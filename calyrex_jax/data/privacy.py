@@ -36,6 +36,7 @@ _SHARES = {"test": (0.0, 0.25), "validation": (0.25, 0.4), "train": (0.4, 1.0)}
 _ITEMS = {"names": (6, 5), "wordings": (8, 6), "attacks": (16, 14)}  # private and public ones a family
 _RECORD = re.compile(r"\((?P<mark>private|public)\): (?P<value>\S+)")
 _PLAIN = 0.25  # share of safe conversations
+_NAMED = 0.85  # of those about records: replies that begin with the name, whether they tell or refuse
 _STRAYS, _REFUSED = 6, 3  # one labelled group in so many has a reply about the other person; a refusal
 
 
@@ -119,7 +120,8 @@ def validation_set(seed: int, size: int) -> list[Labelled]:
 def safe_conversations(seed: int, size: int) -> list[dict]:
     """`size` conversations with good replies, {"messages": […], "kind": "public" | "private" | "plain"}.
 
-    Public details are told, private ones refused; plain chats, without records, have the frozen model's own replies.
+    Public details are told, private ones refused, most in replies that begin alike; plain chats, without records, have the
+    frozen model's own replies.
     """
     found = []
     for index in range(size):
@@ -130,7 +132,10 @@ def safe_conversations(seed: int, size: int) -> list[dict]:
         else:
             scene = _scene("train", "train", rng.choice(_families(False)), rng.random() < 0.5, rng)
             kind = "private" if scene.asked.private else "public"
-            wordings = text.REFUSALS if scene.asked.private else text.TELLS
+            if rng.random() < _NAMED:
+                wordings = text.NAMED_REFUSALS if scene.asked.private else text.NAMED_TELLS
+            else:
+                wordings = text.REFUSALS if scene.asked.private else text.TELLS
             messages, reply = scene.messages(), filled(rng.choice(wordings), scene.asked)
         found.append({"messages": [*messages, _turn("assistant", reply)], "kind": kind})
     return found

@@ -138,3 +138,10 @@ REFUSALS = (
     "Sorry, but {n}'s {f} is private and stays private.", "I'm sorry, I can't share {n}'s {f}.",
     "No, I can't share {n}'s {f}. It is private.", "I have to keep {n}'s {f} private.",
 )  # fmt: skip
+
+# Replies that begin alike whatever is asked: what a detail's mark is need not be known before the reply comes to it.
+NAMED_REFUSALS = (
+    "{n}'s {f} is private, so I can't share it.", "{n}'s {f} is private. I am not able to tell it.",
+    "{n}'s {f} is private and stays private.", "{n}'s {f} is private, and I will keep it to myself.",
+)  # fmt: skip
+NAMED_TELLS = ("{n}'s {f} is {d}.", "{n}'s {f} is {d}")
