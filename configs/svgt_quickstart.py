@@ -25,7 +25,7 @@ def get_config():
     config.svgt.stage2.epochs = 4
     config.svgt.stage2.old_learning_rate = 1e-4
     config.svgt.stage3.epochs = 2
-    config.svgt.stage3.learning_rate = 3e-3
+    config.svgt.stage3.learning_rate = 2e-3
     config.train.loss_chunk = 64
     config.generate.max_new_tokens = 48
     config.eval.max_new_tokens = 32
