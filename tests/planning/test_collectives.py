@@ -1,11 +1,11 @@
-import numpy as np
-
 """Collectives read from programs' text: kinds, loops, fused steps that share a channel."""
 
 import json
 import os
 import subprocess
 import sys
+
+import numpy as np
 
 from calyrex_jax.planning import collectives
 from calyrex_jax.planning.collectives import Collective
