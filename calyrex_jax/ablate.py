@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 from ml_collections import ConfigDict
 
-from calyrex_jax import build, evaluate
+from calyrex_jax import evaluate, makers
 from calyrex_jax.adapters import cal, placement
 from calyrex_jax.backbones.spec import DecoderSpec
 from calyrex_jax.config import as_dict, check, prepare_workdir
@@ -28,6 +28,7 @@ from calyrex_jax.evals.stats import Figure
 from calyrex_jax.evals.tasks import registry
 from calyrex_jax.evals.tasks.api import Task
 from calyrex_jax.metrics import Metrics
+from calyrex_jax.model import Model
 from calyrex_jax.train import Interrupted, StopSignal, train
 from calyrex_jax.weights.sources import resolve
 
@@ -90,12 +91,12 @@ def plan(config: ConfigDict, spec: DecoderSpec, directory: Path) -> list[Arm]:
     folders = [name.replace(" ", "").replace(",", "-") for name in wanted]
     if len(set(folders)) < len(folders):
         raise UserError(f"config.ablate.placements: {config.ablate.placements!r} names a placement twice; name each once")
-    if not all(adapter.boundaries for adapter in build.adapters(config, spec)) or config.adapter.name == "prompt_only":
+    if not all(adapter.boundaries for adapter in makers.adapters(config, spec)) or config.adapter.name == "prompt_only":
         raise UserError(
             f"config.adapter.name={config.adapter.name}: an ablation moves blocks from boundary to boundary; "
             "name adapters with blocks, such as cal or parallel_mlp"
         )
-    budget = build.cal_budget(at(config, config.ablate.reference), spec)
+    budget = makers.cal_budget(at(config, config.ablate.reference), spec)
     arms = []
     for name, folder in zip(wanted, folders, strict=True):
         boundaries = placement.boundaries(name, spec.num_layers)
@@ -109,9 +110,7 @@ def plan(config: ConfigDict, spec: DecoderSpec, directory: Path) -> list[Arm]:
                 arm.data.prefix_dir = config.data.prefix_dir or str(directory / "prefix")
                 # so few layers are run sooner than their states are read
                 arm.data.prefix_cache = config.data.prefix_cache if boundaries[0] > spec.num_layers // 8 else "off"
-            count = trees.count(
-                jax.eval_shape(build.Model(spec, build.adapters(arm, spec)).init_adapters, jax.random.key(0))
-            )
+            count = trees.count(jax.eval_shape(Model(spec, makers.adapters(arm, spec)).init_adapters, jax.random.key(0)))
             arms.append(Arm(name, seed, arm, directory / f"{folder}_s{seed}", boundaries, count))
     return sorted(arms, key=lambda arm: (arm.boundaries[0], len(arm.boundaries), arm.seed))
 
@@ -126,7 +125,7 @@ def at(config: ConfigDict, name: str) -> ConfigDict:
 
 def size(config: ConfigDict, spec: DecoderSpec, blocks: int, budget: int) -> None:
     """Gives the blocks of a config the size with which all of them have `budget` parameters."""
-    made = cal.sized(build.make_cal(config, spec).config, blocks, budget)
+    made = cal.sized(makers.make_cal(config, spec).config, blocks, budget)
     config.cal.num_heads, config.cal.num_kv_heads, config.cal.mlp_dim = made.num_heads, made.num_kv_heads, made.mlp_dim
 
 

@@ -25,7 +25,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ from calyrex_jax import bench_torch
 from calyrex_jax.adapters import cal, placement
 from calyrex_jax.backbones import decoder
 from calyrex_jax.backbones.spec import DecoderSpec
-from calyrex_jax.core.errors import UserError
+from calyrex_jax.core.errors import Parser, UserError
 from calyrex_jax.core.types import Batch, Tree, slots
 from calyrex_jax.data.chat import Example
 from calyrex_jax.generate import loop
@@ -333,16 +333,9 @@ def open_bench(source: str, rounds: int, directory: Path) -> Bench:
     return Bench(directory, found, spec, rounds, torch)
 
 
-class _Parser(argparse.ArgumentParser):
-    """One line and no usage text where the command line is wrong."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"command line: {message}")
-
-
 def parse(argv: list[str], parts: Sequence[str] = PARTS, module: str = "calyrex_jax.bench") -> argparse.Namespace:
     """The command line; UserError where it makes no sense."""
-    parser = _Parser(f"python -m {module}", description="Speed and memory, measured side by side in one run.")
+    parser = Parser(f"python -m {module}", description="Speed and memory, measured side by side in one run.")
     parser.add_argument("--only", default=",".join(parts), help="parts, joined by commas: %(default)s")
     parser.add_argument("--steps", type=int, default=8, help="rounds of A B A B (default 8)")
     parser.add_argument("--source", default=SOURCE, help="the model, as config.backbone.source names it (%(default)s)")

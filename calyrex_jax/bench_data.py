@@ -21,11 +21,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 
-from calyrex_jax.core.errors import UserError
+from calyrex_jax.core.errors import Parser, UserError
 from calyrex_jax.data import corpus, parts, rules
 from calyrex_jax.data.chat import ChatPolicy
 from calyrex_jax.data.pipeline import Batches
@@ -65,11 +64,6 @@ class Clock:
     @property
     def cpu(self) -> float:
         return time.process_time() - self._cpu
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"command line: {message}; python -m calyrex_jax.bench_data --help shows what is known")
 
 
 def generate(count: int, seed: int = 0) -> Iterator[dict]:
@@ -140,7 +134,7 @@ def measure(options: argparse.Namespace, directory: Path) -> Iterator[Line]:
 
 def main(argv: list[str]) -> int:
     """Measures and prints the table; returns the exit status."""
-    parser = _Parser("python -m calyrex_jax.bench_data", description="Preparing, packing and reading a corpus at size.")
+    parser = Parser("python -m calyrex_jax.bench_data", description="Preparing, packing and reading a corpus at size.")
     parser.add_argument("--count", type=int, default=50_000, help="conversations (%(default)s)")
     parser.add_argument("--length", type=int, default=1024, help="tokens a row (%(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="rows a batch (%(default)s)")

@@ -17,20 +17,17 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from calyrex_jax import checkpoint, metrics
-from calyrex_jax.adapters import cal, iti, lora, parallel_mlp, placement, re_control, svgt
-from calyrex_jax.adapters.api import Adapter
-from calyrex_jax.adapters.value_bridge import BridgeConfig, InjectionConfig
-from calyrex_jax.adapters.value_space import ValueSpaceConfig
+from calyrex_jax.adapters import lora
 from calyrex_jax.backbones import decoder, named
 from calyrex_jax.backbones.spec import DecoderSpec
 from calyrex_jax.config import as_dict
 from calyrex_jax.core import numerics, quantized, trees
 from calyrex_jax.core.errors import UserError
-from calyrex_jax.core.lowrank import LowRank
 from calyrex_jax.core.types import Tree
 from calyrex_jax.data.chat import ChatPolicy
 from calyrex_jax.data.tokenizer import Tokenizer, load_tokenizer
 from calyrex_jax.generate.sampling import Sampling
+from calyrex_jax.makers import init_from, make_model
 from calyrex_jax.model import Model
 from calyrex_jax.sharding import mesh as meshes
 from calyrex_jax.sharding import rules
@@ -90,12 +87,6 @@ def planned_model(config: ConfigDict) -> Model:
     return make_model(config, spec)
 
 
-def make_model(config: ConfigDict, spec: DecoderSpec) -> Model:
-    """The decoder with the adapters, and the guidance, that a config names."""
-    guide = make_svgt(config, spec) if config.svgt.enabled else None
-    return Model(spec, adapters(config, spec), guide, remat=config.train.remat == "layers")
-
-
 def check_batch(config: ConfigDict, mesh: Mesh) -> None:
     """UserError where a training batch does not divide over devices and microbatches."""
     rows = mesh.shape["data"] * mesh.shape["fsdp"] * config.train.accumulate
@@ -114,139 +105,6 @@ def chat_template(name: str) -> str | None:
         return Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"config.chat.template: {name} cannot be read ({error}); name a Jinja file, or plain") from None
-
-
-def adapters(config: ConfigDict, spec: DecoderSpec) -> tuple[Adapter, ...]:
-    """The adapters that config.adapter.name lists, joined by "+"; at one boundary they act in that order."""
-    names = [name.strip() for name in config.adapter.name.split("+")]
-    unknown = [name for name in names if name not in (*MAKERS, "prompt_only")]
-    if unknown:
-        raise UserError(
-            f"config.adapter.name is {config.adapter.name!r}; known: {', '.join(MAKERS)}, several joined by +, and prompt_only"
-        )
-    if len(set(names)) != len(names) or ("prompt_only" in names and len(names) > 1):
-        raise UserError(f"config.adapter.name={config.adapter.name!r}: name each adapter once, and prompt_only alone")
-    if {"lora", "iti"} <= set(names):
-        raise UserError(f"config.adapter.name={config.adapter.name!r}: lora and iti both change layers; name one of them")
-    return () if names == ["prompt_only"] else tuple(MAKERS[name](config, spec) for name in names)
-
-
-def make_cal(config: ConfigDict, spec: DecoderSpec) -> cal.Cal:
-    """The CAL adapter for a backbone: its head layout unless the config has another, and the placement's boundaries."""
-    block = cal.CalConfig(
-        embed_dim=spec.embed_dim,
-        num_heads=config.cal.num_heads or spec.num_heads,
-        num_kv_heads=config.cal.num_kv_heads or spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        mlp_dim=config.cal.mlp_dim or cal.default_mlp_dim(spec.embed_dim),
-        norm_eps=spec.norm_eps,
-        keys=config.cal.keys_from,
-        gate_mlp_by_span=config.cal.gate_mlp_by_span,
-        copy=config.cal.copying,
-        rope_theta=config.cal.rope_theta if config.cal.rope else None,
-    )
-    return cal.Cal(block, placement.boundaries(config.adapter.placement, spec.num_layers))
-
-
-def cal_budget(config: ConfigDict, spec: DecoderSpec) -> int:
-    """Trainable parameters of CAL with this config's cal and placement, which the baselines match."""
-    return trees.count(jax.eval_shape(make_cal(config, spec).init, jax.random.key(0)))
-
-
-def make_parallel_mlp(config: ConfigDict, spec: DecoderSpec) -> parallel_mlp.ParallelMlp:
-    """The ParallelMLP adapter at the placement's boundaries, as wide as its field says or as large as CAL would be."""
-    where = placement.boundaries(config.adapter.placement, spec.num_layers)
-    width = config.parallel_mlp.mlp_dim or parallel_mlp.matched_width(cal_budget(config, spec), len(where), spec.embed_dim)
-    block = parallel_mlp.ParallelMlpConfig(spec.embed_dim, width, spec.norm_eps, config.parallel_mlp.gate_by_span)
-    return parallel_mlp.ParallelMlp(block, where)
-
-
-def make_lora(config: ConfigDict, spec: DecoderSpec) -> lora.Lora:
-    """The LoRA adapter: ranks as given, as large as CAL would be, or those of the PEFT directory that init_from names."""
-    c, shapes = config.lora, peft.shapes_of(spec)
-    directory = init_from(config).get("lora", "")
-    theirs = peft.ranks_of(directory, spec) if directory and peft.is_peft(directory) else None
-    kinds, layers = peft.target_kinds(spec, c.targets), lora.layer_range(c.layers, spec.num_layers)
-    if c.rank:
-        ranks = dict.fromkeys(kinds, c.rank)
-    elif theirs is not None:
-        ranks = {kind: dict(theirs.ranks).get(kind, 1) for kind in kinds}
-    else:
-        ranks = lora.matched_ranks(cal_budget(config, spec), shapes, kinds, len(layers))
-    alpha = float(c.alpha) or (16.0 if c.rslora else 2.0 * min(ranks.values()))
-    made = LowRank(tuple(ranks.items()), alpha, layers.start, layers.stop, c.rslora, float(c.dropout))
-    if theirs is not None:
-        agree(theirs, made, directory)
-    return lora.Lora(made, tuple(shapes.items()))
-
-
-def agree(theirs: LowRank, ours: LowRank, directory: str) -> None:
-    """UserError with the first field of config.lora that says otherwise than a PEFT directory, and what to set it to."""
-    kinds = tuple(dict(theirs.ranks))
-    fields = {
-        "targets": (kinds, tuple(dict(ours.ranks)), ",".join(kind.rsplit("/", 1)[1] for kind in kinds)),
-        "layers": ((theirs.first, theirs.stop), (ours.first, ours.stop), f"{theirs.first}-{theirs.stop - 1}"),
-        "rank": (theirs.ranks, ours.ranks, "0"),
-        "rslora": (theirs.rslora, ours.rslora, str(theirs.rslora)),
-        "alpha": (theirs.alpha, ours.alpha, f"{theirs.alpha:g}"),
-    }
-    for name, (saved, asked, value) in fields.items():
-        if saved != asked:
-            raise UserError(
-                f"config.lora.{name} gives {asked}, but {directory} was saved with {saved}; set config.lora.{name}={value}"
-            )
-
-
-def make_iti(config: ConfigDict, spec: DecoderSpec) -> iti.Iti:
-    """ITI on all layers."""
-    return iti.Iti(range(spec.num_layers), spec.embed_dim, float(config.iti.strength))
-
-
-def make_re_control(config: ConfigDict, spec: DecoderSpec) -> re_control.ReControl:
-    """RE-Control where SVGT would read the stream."""
-    c = config.re_control
-    return re_control.ReControl((svgt_layer(config, spec) + 1,), spec.embed_dim, c.width, c.steps, float(c.strength))
-
-
-def svgt_layer(config: ConfigDict, spec: DecoderSpec) -> int:
-    """l*, from 0; UserError where the backbone has no such layer, or none above it."""
-    layer = svgt.default_layer(spec.num_layers) if config.svgt.layer == -1 else config.svgt.layer
-    svgt.check_layer(layer, spec.num_layers)
-    return layer
-
-
-def make_svgt(config: ConfigDict, spec: DecoderSpec) -> svgt.Svgt:
-    """SVGT on a backbone; UserError for what cannot work with it or with the other adapters."""
-    c = config.svgt
-    if "cal" in config.adapter.name and config.cal.keys_from == "all":
-        raise UserError(
-            "config.cal.keys_from=all cannot be guided: its keys would hold every bridge that ever was; set cal.keys_from=span"
-        )
-    layer = svgt_layer(config, spec)
-    value = ValueSpaceConfig(
-        embed_dim=spec.embed_dim,
-        value_dim=c.value_dim,
-        num_heads=c.num_heads,
-        pooling=c.pooling,
-        aggregate=c.aggregate,
-        causal=c.causal,
-        step=float(c.step),
-        dropout=float(c.dropout),
-    )
-    if c.steering == "inject":
-        bridge = InjectionConfig(spec.embed_dim, c.value_dim, float(c.strength))
-    else:
-        bridge = BridgeConfig(spec.embed_dim, c.value_dim, c.num_bridge_tokens, c.num_bridge_heads or spec.num_heads)
-    return svgt.Svgt(value, bridge, layer, c.refresh_every, float(c.momentum))
-
-
-MAKERS = {
-    "cal": make_cal,
-    "parallel_mlp": make_parallel_mlp,
-    "lora": make_lora,
-    "iti": make_iti,
-    "re_control": make_re_control,
-}
 
 
 def optimizer_config(config: ConfigDict) -> OptimizerConfig:
@@ -291,24 +149,28 @@ def sampling(config: ConfigDict) -> Sampling:
     return Sampling(temperature=float(g.temperature), top_k=g.top_k, top_p=float(g.top_p), seed=g.seed)
 
 
+def _shapes(spec: DecoderSpec, dtype: jnp.dtype, quantize: str, mesh: Mesh) -> tuple[Tree, Tree]:
+    """The backbone's shapes, and where each leaf lies."""
+    abstract = quantized.abstract(decoder.abstract_params(spec, dtype), quantize)
+    return abstract, rules.shardings(abstract, rules.BACKBONE_RULES, mesh)
+
+
 def abstract_weights(spec: DecoderSpec, dtype: jnp.dtype, quantize: str, mesh: Mesh) -> Tree:
     """What `load_weights` gives, as shapes with shardings."""
-    abstract = quantized.abstract(decoder.abstract_params(spec, dtype), quantize)
-    placed = rules.shardings(abstract, rules.BACKBONE_RULES, mesh)
-
-    def leaf(path: str, like: jax.ShapeDtypeStruct, where) -> jax.ShapeDtypeStruct:
-        kept = numerics.storage_type(like.dtype) if path.startswith("layers/") else like.dtype
-        return jax.ShapeDtypeStruct(like.shape, kept, sharding=where)
-
+    abstract, placed = _shapes(spec, dtype, quantize, mesh)
     where = trees.flatten(placed)
-    return trees.map_with_path(lambda path, like: leaf(path, like, where[path]), abstract)
+
+    def leaf(path: str, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        kept = numerics.storage_type(like.dtype) if path.startswith("layers/") else like.dtype
+        return jax.ShapeDtypeStruct(like.shape, kept, sharding=where[path])
+
+    return trees.map_with_path(leaf, abstract)
 
 
 def load_weights(run: Run, show: metrics.Metrics | None = None) -> Tree:
     """The frozen backbone on the mesh, in its own type; the stack of layers in that type's `numerics.storage_type`."""
     kind = run.config.backbone.quantize
-    abstract = quantized.abstract(decoder.abstract_params(run.spec, run.dtype), kind)
-    placed = rules.shardings(abstract, rules.BACKBONE_RULES, run.mesh)
+    _, placed = _shapes(run.spec, run.dtype, kind, run.mesh)
     leaves = trees.flatten(load_backbone(run.source, run.spec, run.dtype, placed, kind=kind))
     for path in leaves:  # one by one, so that no second stack exists
         if path.startswith("layers/"):
@@ -346,12 +208,6 @@ def brought_adapters(run: Run, backbone: Tree | None = None) -> Tree:
     return tree
 
 
-def init_from(config: ConfigDict) -> dict[str, str]:
-    """{adapter: directory} of config.adapter.init_from."""
-    entries = (part.strip().partition("=") for part in config.adapter.init_from.split(",") if part.strip())
-    return {name: directory for name, _, directory in entries}
-
-
 def export_peft(run: Run, leaves: Tree, directory: str | Path) -> None:
     """Writes a run's LoRA leaves as PEFT keeps them: `export_peft(run, trained_adapters(run, workdir)["lora"], "out")`."""
     [adapter] = [adapter for adapter in run.model.adapters if isinstance(adapter, lora.Lora)]
@@ -387,9 +243,8 @@ def restored(run: Run, workdir: Path, like: Tree) -> tuple[int, Tree]:
     for place, part in _places(workdir, like):
         saved = None if place is None else _reading(run, place)
         if saved is None or saved.latest_step() is None:
-            raise UserError(
-                f"{workdir}: no finished checkpoint in {workdir / 'checkpoints'}; train there first or name another directory"
-            )
+            missing = "stage of SVGT" if place is None else f"checkpoint in {place}"
+            raise UserError(f"{workdir}: no finished {missing}; train there first or name another directory")
         step, leaves = saved.restore_trainable(part)
         found |= leaves
     return step, {name: found[name] for name in like}
@@ -410,6 +265,12 @@ def latest_stage(workdir: Path, up_to: int = 3) -> Path | None:
 
 def _reading(run: Run, place: Path) -> checkpoint.Checkpoints:
     return checkpoint.Checkpoints(place, keep=None, config=as_dict(run.config))
+
+
+def is_trained(run: Run, workdir: Path) -> bool:
+    """Whether a run's directory has a checkpoint of any of its parts."""
+    places = [place for place, _ in _places(workdir, {part.name: None for part in run.model.parts})]
+    return any(place is not None and _reading(run, place).latest_step() is not None for place in places)
 
 
 def trained_adapters(run: Run, workdir: Path) -> Tree:

@@ -19,16 +19,15 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from calyrex_jax import build, checkpoint
+from calyrex_jax import build, checkpoint, makers
 from calyrex_jax.config import as_dict, check, prepare_workdir
 from calyrex_jax.core import trees
 from calyrex_jax.core.errors import UserError
 from calyrex_jax.core.types import Tree
-from calyrex_jax.data import labelled, privacy, sources
-from calyrex_jax.data.labelled import Labelled
 from calyrex_jax.data.prefix_store import PrefixStore
 from calyrex_jax.evals.report import write_json
 from calyrex_jax.generate.batching import place
+from calyrex_jax.judged_texts import encode, load_texts
 from calyrex_jax.metrics import Metrics, peak_memory
 from calyrex_jax.train import Interrupted, StopSignal, optimizer_item, prefix_place, refuse_divergence, say_interrupted
 from calyrex_jax.training import dialogues
@@ -37,8 +36,6 @@ from calyrex_jax.training.dialogues import Corpus
 from calyrex_jax.training.step import TrainState, init_state
 from calyrex_jax.training.svgt import BridgeLoss, StageConfig, make_judge, make_judge_step, make_optimizer
 from calyrex_jax.training.svgt_metrics import binary_metrics
-
-ABOUT = {1: "single texts", 2: "prompts with replies", 3: "safe replies"}
 
 
 @dataclass(frozen=True)
@@ -98,69 +95,13 @@ def stage_config(config: ConfigDict, stage: int) -> StageConfig:
     )
 
 
-def load_texts(config: ConfigDict, stages: tuple[int, ...]) -> dict[int, tuple[list[Labelled], list[Labelled], str]]:
-    """{stage: (training, validation, what was dropped)}, read and checked as a whole before weights are loaded."""
-    c, seed, found = config.svgt, config.data.seed, {}
-    if not 0 < c.validation < 1:
-        raise UserError(f"config.svgt.validation is {c.validation}; expected a share between 0 and 1, such as 0.1")
-    fractions = (1 - c.validation, c.validation)
-    pairs = ([], [], "")
-    if set(stages) & {1, 2} or not c.safe_data:
-        if not c.data:
-            raise UserError(f"config.svgt.data is empty; name labelled texts: {labelled.FORMS}")
-        examples, report = labelled.load_labelled(c.data, seed=seed, size=c.size)
-        if c.data == "privacy":  # has a validation set of its own, with other names
-            pairs = examples, privacy.validation_set(seed, max(round(c.size * c.validation), 16)), report.line()
-        else:
-            pairs = *labelled.split(examples, seed, fractions), report.line()
-    if 1 in stages:
-        alone = [[Labelled((), e.response, e.label, e.where) for e in part] for part in pairs[:2]]
-        found[1] = *alone, pairs[2]
-    if 2 in stages:
-        found[2] = *([e for e in part if e.messages] for part in pairs[:2]), pairs[2]
-        if not found[2][0] or not found[2][1]:
-            raise UserError(f"config.svgt.data={c.data}: stage 2 learns from prompts with replies, but it has texts alone")
-    if 3 in stages:
-        found[3] = _safe(config, pairs, fractions)
-    return found
-
-
-def _safe(config: ConfigDict, pairs: tuple, fractions: tuple) -> tuple[list[Labelled], list[Labelled], str]:
-    c, seed = config.svgt, config.data.seed
-    if not c.safe_data:
-        parts = [[e for e in part if e.messages and not e.label] for part in pairs[:2]]
-        if not parts[0] or not parts[1]:
-            raise UserError(
-                f"config.svgt.data={c.data}: no safe replies with prompts for stage 3; name config.svgt.safe_data"
-            )
-        return *parts, f"{len(parts[0]) + len(parts[1])} safe replies of {c.data}"
-    if c.safe_data == "privacy":
-        made = privacy.safe_conversations(seed, max(c.size // 2, 16))
-        chats = [(f"privacy:{number}", chat) for number, chat in enumerate(made)]
-    else:
-        chats = sources.load_conversations(c.safe_data)
-    safe = [
-        Labelled(tuple(chat["messages"][:-1]), chat["messages"][-1]["content"], 0, where)
-        for where, chat in chats
-        if len(chat["messages"]) > 1 and chat["messages"][-1]["role"] == "assistant"
-    ]
-    if len(safe) < 2:
-        raise UserError(
-            f"config.svgt.safe_data={c.safe_data}: {len(safe)} conversations end with a reply; 2 or more are needed"
-        )
-    order = np.random.default_rng([seed % 2**32, 3]).permutation(len(safe))
-    cut = min(max(round(len(safe) * fractions[1]), 1), len(safe) - 1)
-    line = f"kept {len(safe)} of {len(chats)} conversations"
-    return [safe[i] for i in order[cut:]], [safe[i] for i in order[:cut]], line
-
-
 def _train(run: build.Run, directory: Path, stages, texts, stop: StopSignal, show: Metrics) -> int:
     started = time.monotonic()
     config = run.config
     encoded = {stage: encode(run, stage, *texts[stage], show) for stage in stages}
     first = stages[0]
     own = build.latest_stage(directory, up_to=first - 1)
-    brought = "svgt" in build.init_from(config)
+    brought = "svgt" in makers.init_from(config)
     if first > 1 and own is None and not brought:
         raise UserError(
             f"config.svgt.stages={config.svgt.stages}: stage {first} starts from stage {first - 1}, but {directory} has no "
@@ -192,22 +133,6 @@ def _train(run: build.Run, directory: Path, stages, texts, stop: StopSignal, sho
     return 0
 
 
-def encode(run: build.Run, stage: int, training, validation, dropped: str, show: Metrics):
-    """Tokens of a stage's training and validation part; says what was kept."""
-    found = []
-    for name, part in (("training", training), ("validation", validation)):
-        encoded, account = labelled.encode_labelled_corpus(
-            run.tokenizer, part, run.policy, run.config.svgt.max_length, both=stage < 3
-        )
-        if not encoded:
-            raise UserError(
-                f"stage {stage}: no {name} example is left; {account.line()}; raise config.svgt.max_length or bring more"
-            )
-        found.append(encoded)
-        show.say(f"stage {stage}, {ABOUT[stage]}: {name}: {account.line()}" + (f"; {dropped}" if name == "training" else ""))
-    return found
-
-
 def run_stage(
     run: build.Run, directory: Path, stage: int, params: Tree, encoded, show: Metrics, stop: StopSignal
 ) -> tuple[Tree, dict]:
@@ -227,8 +152,8 @@ def run_stage(
     if int(state.step) < total:
         if int(state.step):
             show.say(f"stage {stage}: resumed from step {int(state.step)} of {total}")
-        data = StageData(*(Corpus(part, _store(run, directory, stage, params, part, show, stop)) for part in encoded))
         runner = _Runner(run, stage, params, optimizer)
+        data = StageData(*(Corpus(part, _store(runner, directory, part, show, stop)) for part in encoded))
         if stage == 3 and not int(state.step) and config.svgt.scale_bridge and not run.model.svgt.injects:
             state = state.replace(trainable=_scaled(state.trainable, runner.trigger_length(data.train)))
         with contextlib.closing(Metrics(home)) as logs:
@@ -310,8 +235,9 @@ def _scaled(trainable: Tree, length: float) -> Tree:
     return {"svgt": trainable["svgt"] | {"bridge": bridge | {"norm": norm, "lift_out": lift}}}
 
 
-def _store(run: build.Run, directory: Path, stage: int, params: Tree, examples, show: Metrics, stop: StopSignal):
+def _store(runner: _Runner, directory: Path, examples, show: Metrics, stop: StopSignal) -> PrefixStore | None:
     """The examples' states at l*, computed where they are not on disk yet; None where they are not to be kept."""
+    run, params = runner.run, runner.params
     config, model = run.config, run.model
     if config.svgt.cache == "off":
         return None
@@ -322,13 +248,12 @@ def _store(run: build.Run, directory: Path, stage: int, params: Tree, examples, 
     key |= {"adapters": trees.checksum(others) if others else ""}
     lengths = [len(e.tokens) for e in examples]
     store = PrefixStore.open(where, key, lengths, run.spec.embed_dim, config.svgt.cache)
-    missing, below = store.missing(), jax.jit(model.below)
-    if missing:
+    if missing := store.missing():
         rows = config.eval.batch_size
-        with show.phase(f"stage {stage}: states at layer {model.svgt.layer}", len(missing), unit="text") as bar:
+        with show.phase(f"stage {runner.stage}: states at layer {model.svgt.layer}", len(missing), unit="text") as bar:
             for chosen in dialogues.plan_pass(examples, rows, missing):
                 talk = dialogues.assembled([examples[i] for i in chosen], rows)
-                states = np.asarray(below(params, talk))
+                states = np.asarray(runner.below(params, talk))
                 mask = np.concatenate([talk.prompt_mask, talk.reply_mask], axis=1)
                 store.write(chosen, [states[row][mask[row]] for row in range(len(chosen))])
                 bar.update(len(chosen))
@@ -349,7 +274,7 @@ class _Runner:
                 f"config.svgt.stage{stage}.batch_size={self.rows} does not divide over mesh.data × mesh.fsdp = {devices}; "
                 f"choose a multiple of {devices}"
             )
-        self._below = jax.jit(run.model.below)
+        self.below = jax.jit(run.model.below)
         if stage < 3:
             self._step = jax.jit(
                 make_judge_step(run.model.svgt, optimizer, stage, dense=c.dense, seed=seed), donate_argnums=0
@@ -375,9 +300,8 @@ class _Runner:
         if self.stage < 3:
             scores = np.zeros(len(corpus.examples))
             for indices in batches:
-                scores[indices] = jax.device_get(self._judge(state.trainable, self._examples(corpus, indices)))[
-                    : len(indices)
-                ]
+                found = jax.device_get(self._judge(state.trainable, self._examples(corpus, indices)))
+                scores[indices] = found[: len(indices)]
             return binary_metrics(scores, corpus.labels, f"stage {self.stage}: validation")
         rng, sums = np.random.default_rng(0), {}
         for indices in batches:
@@ -402,17 +326,14 @@ class _Runner:
         chosen = [corpus.examples[i] for i in indices]
         talk = place(dialogues.assembled(chosen, self.rows), self._mesh)
         if corpus.store is None:
-            states = self._below(self.params, talk)
+            states = self.below(self.params, talk)
         else:
             states = place(dialogues.stored_states(corpus, indices, self.rows).astype(self.run.dtype), self._mesh)
         if rng is None:
             return talk, states
         replies = [len(e.tokens) - e.prompt_length for e in chosen]
-        return (
-            talk,
-            states,
-            place(dialogues.draw_triggers(replies, self.rows, self.run.config.svgt.late_triggers, rng), self._mesh),
-        )
+        triggers = dialogues.draw_triggers(replies, self.rows, self.run.config.svgt.late_triggers, rng)
+        return talk, states, place(triggers, self._mesh)
 
     def _examples(self, corpus: Corpus, indices: list[int]):
         talk, states = self._dialogue(corpus, indices)

@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 from ml_collections import ConfigDict
 
-from calyrex_jax import build, checkpoint
+from calyrex_jax import build, checkpoint, makers
 from calyrex_jax.adapters.value_bridge import InjectionConfig
 from calyrex_jax.config import as_dict, check, prepare_workdir
 from calyrex_jax.core import trees
@@ -143,7 +143,7 @@ def with_adapters_of(run: build.Run, theirs: dict, where: str) -> build.Run:
     config.adapter.init_from = ""
     try:
         check(config)
-        return replace(run, config=config, model=build.make_model(config, run.spec))
+        return replace(run, config=config, model=makers.make_model(config, run.spec))
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
 
@@ -153,13 +153,9 @@ def make_subjects(
 ) -> list[study.Subject]:
     """The models under test, the frozen one last."""
     models: dict[str, tuple[build.Run, Tree]] = {}
-    trained = any(
-        checkpoint.Checkpoints(place, keep=None, config=as_dict(run.config)).latest_step() is not None
-        for place in (directory / "checkpoints", build.latest_stage(directory) or directory / "checkpoints")
-    )
     parts = [part.name for part in run.model.parts]
     if parts and directory not in [place for _, place in others.values()]:
-        if others and not trained and not run.config.adapter.init_from:
+        if others and not build.is_trained(run, directory) and not run.config.adapter.init_from:
             print(f"no checkpoint in {directory}; comparing {', '.join(others)} alone", file=sys.stderr, flush=True)
         else:
             name = "+".join(parts)

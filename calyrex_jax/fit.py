@@ -21,14 +21,12 @@ from calyrex_jax.config import as_dict, check, prepare_workdir
 from calyrex_jax.core import trees
 from calyrex_jax.core.errors import UserError
 from calyrex_jax.core.types import Tree
-from calyrex_jax.curriculum import encode, load_texts
 from calyrex_jax.evals.report import write_json
+from calyrex_jax.judged_texts import encode, load_texts
 from calyrex_jax.metrics import Metrics
 from calyrex_jax.train import Interrupted, StopSignal, say_interrupted
 from calyrex_jax.training import dialogues, iti, re_control
 from calyrex_jax.training.svgt_metrics import binary_metrics
-
-FITTED = ("iti", "re_control")
 
 
 def train(config: ConfigDict, workdir: str) -> int:

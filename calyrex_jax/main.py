@@ -39,12 +39,13 @@ def _parse(argv: list[str]) -> None:
 def _run() -> int:
     # after the flags: --help must not wait for jax
     from calyrex_jax import ablate, analyze, curriculum, evaluate, fit, infer, plan, train
+    from calyrex_jax.makers import FITTED
     from calyrex_jax.sharding import processes
 
     several = processes.join()
     config = _CONFIG.value
     guided = "svgt" in config and config.svgt.get("enabled") is True
-    computed = "adapter" in config and config.adapter.get("name") in fit.FITTED
+    computed = "adapter" in config and config.adapter.get("name") in FITTED
     learn = fit.train if computed else curriculum.train if guided else train.train
     whole = {"train": learn, "eval": evaluate.evaluate, "ablate": ablate.ablate}
     whole |= {"analyze": analyze.analyze, "plan": plan.plan}

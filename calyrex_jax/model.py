@@ -99,7 +99,7 @@ class Model:
         return min((*self.stops, *guided), default=self.spec.num_layers)
 
     def init_adapters(self, key: jax.Array) -> Tree:
-        """Fresh trainable parameters {name: {boundary_26: {leaf: array}}}; the adapted model equals the backbone."""
+        """Fresh trainable parameters {name: {boundary_26: {leaf: array}}}; without SVGT the adapted model equals the backbone."""
         keys = jax.random.split(key, max(len(self.parts), 1))
         return {part.name: part.init(k) for part, k in zip(self.parts, keys)}
 

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from calyrex_jax import build
+from calyrex_jax.backbones import decoder
 from calyrex_jax.config import as_dict, check, prepare_workdir
 from calyrex_jax.core import numerics, trees
 from calyrex_jax.core.errors import UserError
@@ -122,7 +123,7 @@ def make_program(setting: Setting, what: str) -> programs.Program:
             accumulate=train.accumulate,
             chunk=train.loss_chunk,
             seed=train.seed,
-            cached=config.data.prefix_cache != "off" and model.first_boundary > 0,
+            cached=is_cached(setting),
         )
     rows, prompt, new_tokens = generated_shape(setting, what)
     return programs.generation(
@@ -135,6 +136,11 @@ def make_program(setting: Setting, what: str) -> programs.Program:
         span=min(config.plan.span, prompt),
         sampling=build.sampling(config),
     )
+
+
+def is_cached(setting: Setting) -> bool:
+    """Whether training reads the states at the first boundary from disk."""
+    return setting.config.data.prefix_cache != "off" and setting.model.first_boundary > 0
 
 
 def generated_shape(setting: Setting, what: str) -> tuple[int, int, int]:
@@ -168,15 +174,14 @@ def arithmetic(setting: Setting) -> dict[str, Any]:
     """Parameters, and floating point operations of a training batch with what they allow at best."""
     config, model = setting.config, setting.model
     counts = {
-        "frozen": trees.count(build.decoder.abstract_params(model.spec, jnp.float32)),
+        "frozen": trees.count(decoder.abstract_params(model.spec, jnp.float32)),
         "trainable": trees.count(jax.eval_shape(model.init_adapters, jax.random.key(0))),
     }
     rows, length = config.train.batch_size, config.data.max_length
     shape = (rows, length, min(config.plan.span, length))
     found = {"parameters": counts, "flops": {"forward": flops.forward_flops(model, *shape)}}
     if model.adapters:
-        cached = config.data.prefix_cache != "off" and model.first_boundary > 0
-        found["flops"]["step"] = flops.step_flops(model, *shape, cached=cached)
+        found["flops"]["step"] = flops.step_flops(model, *shape, cached=is_cached(setting))
         if setting.machine.flops:
             seconds = found["flops"]["step"] / setting.machine.flops / len(setting.machine.devices)
             found["ceiling"] = {"flops_per_second": setting.machine.flops, "steps_per_second": 1 / seconds}
@@ -188,7 +193,7 @@ def as_json(setting: Setting, program: programs.Program, found: Figures) -> dict
     """One program's part of report.json."""
     stacks = {
         path: leaf.shape
-        for path, leaf in trees.flatten(build.decoder.abstract_params(setting.model.spec, jnp.float32)["layers"]).items()
+        for path, leaf in trees.flatten(decoder.abstract_params(setting.model.spec, jnp.float32)["layers"]).items()
         if "/w_" in path
     }
     return {

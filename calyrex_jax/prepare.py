@@ -18,18 +18,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from calyrex_jax.core.errors import UserError
+from calyrex_jax.core.errors import Parser, UserError
 from calyrex_jax.data import parts, records
 from calyrex_jax.data.account import Account
 
 _SECONDS = 10.0  # between two lines of progress
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"command line: {message}; python -m calyrex_jax.prepare --help shows what is known")
 
 
 def prepare(source: str, output: Path) -> dict:
@@ -86,7 +81,7 @@ def _with_replies(rows: Iterator[tuple[str, dict[str, Any]]], account: Account) 
 
 def main(argv: list[str]) -> int:
     """Prepares a corpus; returns the exit status."""
-    parser = _Parser(
+    parser = Parser(
         "python -m calyrex_jax.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--source", required=True, help="what to read")

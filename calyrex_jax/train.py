@@ -29,6 +29,7 @@ from calyrex_jax.data import chat, corpus, parts, pipeline
 from calyrex_jax.data.prefix_store import PrefixStore
 from calyrex_jax.evals import quickstart
 from calyrex_jax.evals.report import write_json
+from calyrex_jax.makers import FITTED
 from calyrex_jax.metrics import QUIET_SECONDS, Metrics, peak_memory
 from calyrex_jax.sharding.processes import row_group
 from calyrex_jax.sharding.rules import batch_sharding
@@ -88,7 +89,7 @@ def train(config: ConfigDict, workdir: str) -> int:
         raise UserError(
             "config.adapter.name=prompt_only has nothing to train; use score, generate or eval, or name an adapter"
         )
-    if fitted := [adapter.name for adapter in run.model.adapters if adapter.name in ("iti", "re_control")]:
+    if fitted := [adapter.name for adapter in run.model.adapters if adapter.name in FITTED]:
         raise UserError(f"config.adapter.name: {fitted[0]} is fitted, not trained; run it alone, adapter.name={fitted[0]}")
     stop, show = StopSignal(), Metrics(directory)
     try:

@@ -16,7 +16,6 @@ def get_config():
     config.adapter.name = "prompt_only"
     config.svgt.enabled = True
     config.svgt.layer = 15
-    config.svgt.value_dim = 128
     config.svgt.data = "privacy"
     config.svgt.size = 3200
     config.svgt.safe_data = "privacy"

@@ -2,7 +2,8 @@
 
     python -m calyrex_jax.main --config=configs/svgt_qwen2_1p5b.py --workdir=runs/svgt_qwen2_1p5b --config.svgt.data=wildguardmix:PATH
 
-Labelled pairs train stages 1 and 2, their safe replies stage 3; other readers: beavertails:, jigsaw:, toxigen:, jsonl:.
+Those that are not named here are the defaults. Labelled pairs train stages 1 and 2, their safe replies stage 3; other readers:
+beavertails:, jigsaw:, toxigen:, jsonl:.
 Hardware: one accelerator (not tried yet).
 """
 
@@ -17,17 +18,7 @@ def get_config():
     config.chat.system_role = "merge"
     config.svgt.enabled = True
     config.svgt.layer = 20
-    config.svgt.value_dim = 128
-    config.svgt.num_bridge_tokens = 5
-    config.svgt.num_heads = 4
     config.svgt.num_bridge_heads = 16
-    config.svgt.stage1.learning_rate = 1e-4
-    config.svgt.stage1.batch_size = 16
-    config.svgt.stage1.epochs = 5
-    config.svgt.stage2.learning_rate = 5e-4
-    config.svgt.stage2.old_learning_rate = 1e-5
-    config.svgt.stage3.learning_rate = 5e-4
-    config.svgt.stage3.batch_size = 4
     config.generate.temperature = 0.7
     config.generate.top_p = 0.9
     return config

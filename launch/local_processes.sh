@@ -5,11 +5,8 @@
 # Process 0 speaks here, the others into files; when one fails the others are ended. SIGTERM and Ctrl-C reach all of them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-
-fail() {
-  echo "error: launch/local_processes.sh: $1" >&2
-  exit 2
-}
+# shellcheck source=launch/common.sh
+. launch/common.sh
 
 whole='^[1-9][0-9]*$'
 [[ ${1:-} =~ $whole ]] || fail "N is '${1:-}'; expected a number of processes, as in: bash launch/local_processes.sh 2 --config=..."
@@ -48,7 +45,7 @@ while [ "$left" -gt 0 ]; do
       if [ "${ended[i]}" != 0 ] && [ "$status" = 0 ]; then
         status=${ended[i]} deadline=$((SECONDS + ${GRACE:-20}))
         [ "$i" = 0 ] || tail -n 1 "$logs/$i.log" >&2
-        echo "launch/local_processes.sh: process $i ended with status $status; output of the others: $logs" >&2
+        say "process $i ended with status $status; output of the others: $logs"
       fi
     fi
   done

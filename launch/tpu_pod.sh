@@ -136,7 +136,7 @@ environment() {
 
 temporary() { # a directory that only the caller can read, gone at exit
   if [ -n "$dry_run" ]; then
-    scratch=/tmp/tpu_pod
+    scratch=SCRATCH
   elif [ -z "${scratch:-}" ]; then
     scratch=$(mktemp -d "${TMPDIR:-/tmp}/tpu_pod.XXXXXX")
     trap 'rm -rf "$scratch"' EXIT

@@ -6,16 +6,17 @@ import jax
 import numpy as np
 import pytest
 
-from calyrex_jax import ablate, build, train
+from calyrex_jax import ablate, build, makers, train
 from calyrex_jax.adapters import cal
 from calyrex_jax.backbones import named
 from calyrex_jax.backbones.spec import DecoderSpec
 from calyrex_jax.config import default_config
 from calyrex_jax.core import trees
 from calyrex_jax.core.errors import UserError
-from calyrex_jax.data import chat, sources
+from calyrex_jax.data import sources
 from calyrex_jax.training import sft
 from tests import tiny_runs
+from tests.data.in_memory import encode_corpus
 
 SHORT = {
     "train__steps": 2,
@@ -102,7 +103,7 @@ def test_every_preset_matches_the_reference(model, copying, tmp_path):
     config.cal.copying = copying
     arms = ablate.plan(config, spec, tmp_path)
     assert len(arms) == 8
-    budget = build.cal_budget(config, spec)
+    budget = makers.cal_budget(config, spec)
     for arm in arms:
         assert abs(arm.parameters / budget - 1) < 0.01, (arm.name, arm.parameters, budget)
 
@@ -150,7 +151,7 @@ def test_states_made_from_a_lower_boundary_are_those_of_the_whole_prefix(place, 
     for boundary in (1, 2):
         config = config_of(place, adapter__placement=str(boundary), data__prefix_dir=str(tmp_path))
         run = runs[boundary] = build.open_run(config)
-        examples = chat.encode_corpus(run.tokenizer, sources.load_conversations(config.data.source), 256, run.policy)[0]
+        examples = encode_corpus(run.tokenizer, sources.load_conversations(config.data.source), 256, run.policy)[0]
         store = stores[boundary] = train.open_prefix_store(run, tmp_path, examples)
         below = train.lower_prefixes(run, tmp_path, examples)
         assert (below is None) == (boundary == 1)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from calyrex_jax import build, train
+from calyrex_jax import build, makers, train
 from calyrex_jax.backbones.named import named_spec
 from calyrex_jax.config import default_config
 from calyrex_jax.core import trees
@@ -57,23 +57,23 @@ def test_a_baseline_is_as_large_as_cal(model, placement, name):
     config, spec = default_config(), named_spec(model)
     config.adapter.placement, config.adapter.name = placement, name.split()[-1]
     config.lora.layers = "late8th" if name == "late lora" else "all"
-    [adapter] = build.adapters(config, spec)
+    [adapter] = makers.adapters(config, spec)
     size = trees.count(jax.eval_shape(adapter.init, jax.random.key(0)))
-    assert size == pytest.approx(build.cal_budget(config, spec), rel=0.01)
+    assert size == pytest.approx(makers.cal_budget(config, spec), rel=0.01)
 
 
 def test_the_budget_follows_cals_own_fields():
     config, spec = default_config(), named_spec("SmolLM2-135M")
     config.adapter.name = "parallel_mlp"
-    assert build.cal_budget(config, spec) == 6_641_280
+    assert makers.cal_budget(config, spec) == 6_641_280
     config.cal.mlp_dim = 512
-    assert build.cal_budget(config, spec) == 6_641_280 + 5 * 3 * 576 * 256
-    assert build.adapters(config, spec)[0].config.mlp_dim == 1024
+    assert makers.cal_budget(config, spec) == 6_641_280 + 5 * 3 * 576 * 256
+    assert makers.adapters(config, spec)[0].config.mlp_dim == 1024
     config.cal.mlp_dim, config.adapter.name = 0, "lora"
-    low_rank = build.adapters(config, spec)[0].low_rank
+    low_rank = makers.adapters(config, spec)[0].low_rank
     assert [rank for _, rank in low_rank.ranks] == [22] * 6 + [21] and low_rank.alpha == 42.0
     config.lora.rslora, config.lora.rank = True, 8
-    low_rank = build.adapters(config, spec)[0].low_rank
+    low_rank = makers.adapters(config, spec)[0].low_rank
     assert {rank for _, rank in low_rank.ranks} == {8} and low_rank.scale("attn/w_q") == 16 / 8**0.5
 
 

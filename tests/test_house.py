@@ -32,10 +32,11 @@ ROWS = (
         "analyze",
         "curriculum",
         "fit",
+        "judged_texts",
         "prepare",
         "bench_data",
     ),
-    ("build", "config"),
+    ("build", "makers", "config"),
     ("training", "planning", "evals", "analysis", "checkpoint", "metrics"),
     ("model", "generate", "guidance"),
     ("weights", "adapters", "backbones", "data", "sharding"),
@@ -61,7 +62,9 @@ BUILDERS = {
     "analyze",
     "curriculum",
     "fit",
+    "judged_texts",
     "build",
+    "makers",
     "config",
 }
 # slow or absent: only inside functions, or for type checkers

@@ -131,33 +131,6 @@ def render(
     return layout.text[:end], layout.system
 
 
-def encode_corpus(
-    tokenizer: Tokenizer,
-    conversations: Iterable[tuple[str, dict[str, Any]]],
-    max_length: int,
-    policy: ChatPolicy | None = None,
-) -> tuple[list[Example], CorpusReport]:
-    """Training examples of [(where, {"messages": …, "distill": false}), …] and the account of what was dropped.
-
-    Rows longer than `max_length` tokens and rows without a target are dropped and counted; nothing is ever cut. Raises
-    UserError at the first faulty row, where no row is left, and where the template closes no reply (the model would
-    never learn to stop).
-    """
-    policy = policy or ChatPolicy()
-    refuse_endless(tokenizer, policy)
-    given = list(conversations)
-    encoded = list(encode_stream(tokenizer, given, policy))
-    report = CorpusReport(read=len(given))
-    lengths = np.array([len(example.tokens) for _, example in encoded], np.int64)
-    targets = np.array([example.targets.sum() for _, example in encoded], np.int64)
-    kept = select(lengths, targets, lambda i: encoded[i][0], max_length, report)
-    refuse_empty(report, max_length)
-    examples = [encoded[i][1] for i in kept]
-    report.tokens, report.targets = int(lengths[kept].sum()), int(targets[kept].sum())
-    report.shielded = sum(example.shielded for example in examples)
-    return examples, report
-
-
 def select(
     lengths: np.ndarray, targets: np.ndarray, place: Callable[[int], str], max_length: int, account: Account
 ) -> np.ndarray:

@@ -43,10 +43,6 @@ class EncodedLabelled:
     label: int
 
 
-class TooLong(UserError):
-    """An example that does not fit; the message is the reason by which it is counted."""
-
-
 def load_labelled(source: str, *, seed: int = 0, size: int = 4000) -> tuple[list[Labelled], LabelledReport]:
     """The labelled examples that a source names, cleaned, and the account of what was dropped.
 
@@ -102,23 +98,13 @@ def split(examples: Sequence[Labelled], seed: int, fractions: tuple[float, float
     return train, validation
 
 
-def encode_labelled(tokenizer: Tokenizer, example: Labelled, policy: ChatPolicy, max_length: int) -> EncodedLabelled:
-    """Tokens of one example. Raises TooLong where the prompt takes more than half of `max_length`, or all more than that.
-
-    A conversation is rendered once, with its reply: the prompt is what stands before the reply's first token, and what
-    follows the end-of-turn token is left off. A text alone is tokenised as it is.
-    """
-    (encoded,) = _encode([example], tokenizer, policy)
-    if reason := _misfit(encoded, max_length):
-        raise TooLong(f"{example.where}: {reason}")
-    return encoded
-
-
 def encode_labelled_corpus(
     tokenizer: Tokenizer, examples: Sequence[Labelled], policy: ChatPolicy, max_length: int, both: bool = True
 ) -> tuple[list[EncodedLabelled], Account]:
-    """`encode_labelled` of many; what is too long is dropped and counted, nothing is cut.
+    """Tokens of examples, and the account of those dropped: prompts of more than half of `max_length`, or more than that in all.
 
+    Nothing is cut. A conversation is rendered once, with its reply: the prompt is what stands before the reply's first token,
+    and what follows the end-of-turn token is left off. A text alone is tokenised as it is.
     Raises UserError where `both` and the labels left are not of both kinds.
     """
     account, found = Account(read=len(examples)), []

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from calyrex_jax.backbones.cache import init_cache
+from calyrex_jax.backbones.decoder import stream_dtype
 from calyrex_jax.core import trees
 from calyrex_jax.core.types import Batch, Tree
 from calyrex_jax.generate import loop
@@ -80,8 +81,8 @@ def generation(
     adapters = _on(adapters, shardings(adapters, ADAPTER_RULES, mesh))
     batch = _rows_on(flops.abstract_batch(model, rows, prompt, span), mesh)
     params = {"backbone": backbone, "adapters": adapters}
-    dtype = backbone["final_norm"]["scale"].dtype
-    cache = jax.eval_shape(lambda: init_cache(model.spec, rows, prompt + new_tokens, dtype))
+    slots = prompt + model.bridge_slots + new_tokens
+    cache = jax.eval_shape(lambda: init_cache(model.spec, rows, slots, stream_dtype(backbone)))
     heads = mesh.shape["tensor"] if model.spec.num_kv_heads % mesh.shape["tensor"] == 0 else 1
     share = mesh.shape["data"] * mesh.shape["fsdp"]
     parts = {
@@ -100,8 +101,7 @@ def least_gathered(model: Model, backbone: Tree, trainable: Tree) -> int:
     """
     layers, below = model.spec.num_layers, model.first_boundary
     frozen = sum(_gathered_bytes(leaf, leaf.dtype) for leaf in jax.tree.leaves(backbone["layers"]))
-    stream = backbone["final_norm"]["scale"].dtype
-    trained = sum(_gathered_bytes(leaf, stream) for leaf in jax.tree.leaves(trainable))
+    trained = sum(_gathered_bytes(leaf, stream_dtype(backbone)) for leaf in jax.tree.leaves(trainable))
     return frozen * (2 * layers - below) // layers + 2 * trained
 
 

@@ -1,5 +1,6 @@
 """ITI: a shift of heads' outputs is a bias behind the output projection; probes find the head that carries the label."""
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 
 from calyrex_jax.adapters.iti import Iti
+from calyrex_jax.backbones import decoder
 from calyrex_jax.core import trees
 from calyrex_jax.core.errors import UserError
+from calyrex_jax.core.numerics import attend, take_layer
 from calyrex_jax.generate import loop
 from calyrex_jax.model import Model
 from calyrex_jax.training import iti
@@ -62,23 +65,25 @@ def test_negative_strength_is_refused():
 
 
 def test_head_outputs_are_what_the_projection_is_given():
-    """Their sum through w_o, over heads, is what attention adds: checked on the first layer by its own definition."""
+    """Against each conversation alone, layer by layer, with the mask written out."""
     backbone = tiny.backbone(SPEC)
     index = np.array([len(c.tokens) - 1 for c in tiny.conversations()])
     found = jax.jit(lambda b, batch: iti.head_outputs(SPEC, b, batch, index))(backbone, BATCH)
     assert found.shape == (SPEC.num_layers, 4, SPEC.num_heads, SPEC.head_dim)
-    # a head's value weights sum to 1: with all values alike the output is that value
-    same = jax.tree.map(lambda leaf: leaf, backbone)
-    same["layers"]["attn"]["w_v"] = jnp.zeros_like(same["layers"]["attn"]["w_v"])
-    assert not np.asarray(iti.head_outputs(SPEC, same, BATCH, index)).any()
-    # the last layer's head outputs, changed by hand, change the logits as a shift through w_o does
-    direction = np.asarray(found)[-1, :, 1].mean(0)
-    w_o = np.asarray(backbone["layers"]["attn"]["w_o"])[-1, 1]
-    shift = np.zeros((SPEC.num_layers, SPEC.embed_dim), np.float32)
-    shift[-1] = direction @ w_o
-    model = shifted(1.0)
-    moved = jax.jit(model.logits)({"backbone": backbone, "adapters": {"iti": {"shift": jnp.asarray(shift)}}}, BATCH)
-    assert float(jnp.abs(moved - jax.jit(Model(SPEC).logits)({"backbone": backbone, "adapters": {}}, BATCH)).max()) > 1e-3
+    for row, conversation in enumerate(tiny.conversations()):
+        length = len(conversation.tokens)
+        positions = np.arange(length)[None]
+        context = decoder.make_context(SPEC, positions, np.ones_like(positions))
+        x = decoder.embed(SPEC, backbone, conversation.tokens[None], positions)
+
+        def causal(q, k, v):
+            out = attend(q, k, v, np.tri(q.shape[1], dtype=bool)[None])
+            return out, out
+
+        for layer in range(SPEC.num_layers):
+            leaves = jax.tree.map(functools.partial(take_layer, layer=layer), backbone["layers"])
+            x, out = decoder.DecoderLayer(SPEC).apply({"params": leaves}, x, context, layer, causal)
+            np.testing.assert_allclose(found[layer, row], out[0, -1], rtol=1e-4, atol=1e-4)
 
 
 def test_the_head_that_carries_the_label_is_found():

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from calyrex_jax.core.errors import UserError
-from calyrex_jax.data.chat import ChatPolicy, base_model_warning, encode, encode_corpus
+from calyrex_jax.data.chat import ChatPolicy, base_model_warning, encode
 from tests.data.conftest import CHATML, GEMMA, MISTRAL, TEXTS
+from tests.data.in_memory import encode_corpus
 from tests.data.reference import chat, check, covered, rendered, token_bytes
 
 REAL = ("smollm2", "llama3_1", "qwen2_5")

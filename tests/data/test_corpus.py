@@ -8,12 +8,13 @@ import pytest
 from calyrex_jax.core.errors import UserError
 from calyrex_jax.data import corpus, records
 from calyrex_jax.data.account import Account
-from calyrex_jax.data.chat import ChatPolicy, encode_corpus
+from calyrex_jax.data.chat import ChatPolicy
 from calyrex_jax.data.parts import parse_source
 from calyrex_jax.data.pipeline import Batches, fingerprint
 from calyrex_jax.data.sources import load_conversations
 from calyrex_jax.data.token_store import TokenStore
 from tests.data.conftest import CHATML
+from tests.data.in_memory import encode_corpus
 
 
 def chat(question: str, reply: str, system: str | None = None, **more) -> dict:

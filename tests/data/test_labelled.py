@@ -10,8 +10,6 @@ import pytest
 from calyrex_jax.core.errors import UserError
 from calyrex_jax.data import chat
 from calyrex_jax.data.labelled import (
-    TooLong,
-    encode_labelled,
     encode_labelled_corpus,
     load_labelled,
     split,
@@ -250,6 +248,11 @@ def test_a_split_without_one_label_is_refused():
 # Tokens
 
 
+def encoded_alone(tokenizer, example):
+    [[encoded], _] = encode_labelled_corpus(tokenizer, [example], POLICY, 512, both=False)
+    return encoded
+
+
 def test_prompt_and_reply_are_the_chat_templates(tiny):
     tokenizer = tiny(CHATML)
     messages = (
@@ -258,7 +261,7 @@ def test_prompt_and_reply_are_the_chat_templates(tiny):
         {"role": "assistant", "content": "Hello, world!"},
         {"role": "user", "content": "the quick brown fox"},
     )
-    encoded = encode_labelled(tokenizer, Labelled(messages, "jumps over", 1, "f:1"), POLICY, 512)
+    encoded = encoded_alone(tokenizer, Labelled(messages, "jumps over", 1, "f:1"))
     prompt = chat.encode(tokenizer, list(messages), for_generation=True)
     assert encoded.tokens.dtype == np.int32 and encoded.system.dtype == bool and encoded.label == 1
     assert encoded.tokens[: encoded.prompt_length].tolist() == prompt.tokens.tolist()
@@ -270,7 +273,7 @@ def test_prompt_and_reply_are_the_chat_templates(tiny):
 
 def test_a_text_alone_has_no_prompt(tiny):
     tokenizer = tiny(CHATML)
-    encoded = encode_labelled(tokenizer, Labelled((), "the quick brown fox", 0, "f:1"), POLICY, 512)
+    encoded = encoded_alone(tokenizer, Labelled((), "the quick brown fox", 0, "f:1"))
     assert encoded.prompt_length == 0 and not encoded.system.any()
     assert encoded.tokens.tolist() == tokenizer.encode("the quick brown fox")
 
@@ -278,7 +281,7 @@ def test_a_text_alone_has_no_prompt(tiny):
 def test_a_template_that_trims_and_renames(tiny):
     tokenizer = tiny(GEMMA)
     example = Labelled(({"role": "user", "content": "Hi "},), "the fox\n", 0, "f:1")
-    encoded = encode_labelled(tokenizer, example, POLICY, 512)
+    encoded = encoded_alone(tokenizer, example)
     assert tokenizer.decode(encoded.tokens[encoded.prompt_length :], skip_special=False) == "the fox<end_of_turn>"
 
 
@@ -296,7 +299,5 @@ def test_what_is_too_long_is_dropped_and_counted_never_cut(tiny):
     rows, account = encode_labelled_corpus(tokenizer, examples, POLICY, 60)
     assert [(row.label, row.prompt_length > 0) for row in rows] == [(1, True), (0, False)]
     assert account.places == {"with a prompt of more than 30 tokens": ["f:3"], "of more than 60 tokens": ["f:4", "f:5"]}
-    with pytest.raises(TooLong, match=r"f:3: with a prompt of more than 30 tokens"):
-        encode_labelled(tokenizer, examples[2], POLICY, 60)
     with pytest.raises(UserError, match=r"both labels are needed, but kept 1 of 2 .*raise the greatest length \(60\)"):
         encode_labelled_corpus(tokenizer, [examples[0], examples[4]], POLICY, 60)

@@ -113,9 +113,10 @@ def test_a_step_on_several_devices_gathers_layers_and_never_the_stack(tmp_path):
     for found in (plain, cut, int8):
         assert found["stacks"] == []
         assert not [shape for kind, _, shape, _ in found["all"] if kind == "all-gather" and shape[0] == 5 and len(shape) > 2]
-        # what it is handed is counted, but for the scalars of the state, and masks that the step does not read
+        # what it is handed is counted exactly, but for the scalars of the state; two masks of the batch lie on the device,
+        # two rows of 64 booleans each, that the step does not read and the compiler therefore leaves out
         parts = sum(size for name, size in found["parts"].items() if name != "logits")
-        assert -512 < found["bytes"]["arguments"] - parts < 64
+        assert 0 <= found["bytes"]["arguments"] - (parts - 2 * 2 * 64) < 64
     # int8 weights travel as int8; in float32 only their factors do, one an output channel
     moved = [(dtype, np.prod(shape)) for kind, dtype, shape, times in int8["all"] if kind == "all-gather" and times == 3]
     assert any(dtype == "s8" for dtype, _ in moved)
