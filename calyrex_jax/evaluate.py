@@ -24,7 +24,9 @@ from calyrex_jax.core.errors import UserError
 from calyrex_jax.core.types import Tree
 from calyrex_jax.evals import study, summary
 from calyrex_jax.evals.ask import ChatReader, ModelAsk
+from calyrex_jax.evals.discriminator import Discriminator
 from calyrex_jax.evals.report import write_json
+from calyrex_jax.evals.scorers import ValueScorer
 from calyrex_jax.evals.tasks import registry
 from calyrex_jax.evals.tasks.api import Task
 from calyrex_jax.evals.tasks.lm_eval_tasks import Prompting
@@ -61,10 +63,12 @@ def measured(
     """The tasks for the run's own adapters, those of `places` ({name: a run's directory}) and the frozen backbone."""
     run = build.open_run(config)
     others = compared_runs(run, places)
+    judges = {s.path: saved_run(run, s.path, f"config.eval.scorer: svgt:{s.path}") for s in value_scorers(tasks)}
     reader = ChatReader(run.tokenizer, run.policy, max_positions(run.spec))
     items = {task.name: task.items(reader) for task in tasks}
     backbone = build.load_weights(run)
     subjects = make_subjects(run, directory, others, reader, backbone)
+    tasks = with_judges(tasks, judges, reader, backbone)
     write_json(directory / "config.json", as_dict(config))
     return study.run(tasks, items, subjects, directory / "eval", show, stop.check, config.eval.seed)
 
@@ -115,20 +119,45 @@ def compared_runs(run: build.Run, places: dict[str, Path]) -> dict[str, tuple[bu
     The adapter's name, placement and settings are those that the directory's newest checkpoint was trained with; the
     backbone must be this run's. Raises UserError where there is no checkpoint or it belongs to another backbone.
     """
-    found: dict[str, tuple[build.Run, Path]] = {}
-    for name, directory in places.items():
-        where = f"config.eval.compare: {name}={directory}"
-        stage = build.latest_stage(directory)
-        saved = checkpoint.Checkpoints(stage or directory / "checkpoints", keep=None, config=as_dict(run.config))
-        if saved.latest_step() is None:
-            raise UserError(
-                f"{where}: no finished checkpoint in {directory / 'checkpoints'}; train there or name another run"
-            )
-        theirs = saved.saved_config()
-        if changed := checkpoint.config_differences(theirs, as_dict(run.config), checkpoint.BACKBONE_FIELDS):
-            raise UserError(f"{where} was trained for another backbone: {'; '.join(changed)}; name a run of this backbone")
-        found[name] = with_adapters_of(run, theirs, where), directory
-    return found
+    return {
+        name: (saved_run(run, directory, f"config.eval.compare: {name}={directory}"), directory)
+        for name, directory in places.items()
+    }
+
+
+def saved_run(run: build.Run, place: str | Path, where: str) -> build.Run:
+    """`run` with the adapters of another directory's newest checkpoint, as `compared_runs` has them."""
+    directory = Path(place).expanduser().resolve()
+    stage = build.latest_stage(directory)
+    saved = checkpoint.Checkpoints(stage or directory / "checkpoints", keep=None, config=as_dict(run.config))
+    if saved.latest_step() is None:
+        raise UserError(f"{where}: no finished checkpoint in {directory / 'checkpoints'}; train there or name another run")
+    theirs = saved.saved_config()
+    if changed := checkpoint.config_differences(theirs, as_dict(run.config), checkpoint.BACKBONE_FIELDS):
+        raise UserError(f"{where} was trained for another backbone: {'; '.join(changed)}; name a run of this backbone")
+    return with_adapters_of(run, theirs, where)
+
+
+def value_scorers(tasks: Sequence[Task]) -> list[ValueScorer]:
+    """The scorers among the tasks' that are trained value spaces."""
+    return [scorer for task in tasks if isinstance(scorer := getattr(task, "scorer", None), ValueScorer)]
+
+
+def with_judges(tasks: Sequence[Task], judges: dict[str, build.Run], reader: ChatReader, backbone: Tree) -> Sequence[Task]:
+    """The tasks with their scorers of trained value spaces ready to score."""
+    ready = {}
+    for place, judge in judges.items():
+        where = f"config.eval.scorer: svgt:{place}"
+        if judge.model.svgt is None:
+            raise UserError(f"{where} has no value space ({judge.config.adapter.name}); name the workdir of an SVGT run")
+        tree = build.restored(judge, Path(place).expanduser().resolve(), build.fresh_adapters(judge))[1]
+        space = {"svgt": tree["svgt"]["value_space"]} | {name: leaves for name, leaves in tree.items() if name != "svgt"}
+        params = {"backbone": backbone, "adapters": tree}
+        ready[place] = f"{judge.model.svgt.value} {trees.checksum(space)}", Discriminator(reader, judge.model, params)
+    return [
+        replace(task, scorer=task.scorer.bound(*ready[task.scorer.path])) if value_scorers([task]) else task
+        for task in tasks
+    ]
 
 
 def with_adapters_of(run: build.Run, theirs: dict, where: str) -> build.Run:

@@ -10,8 +10,10 @@ import pytest
 from calyrex_jax import build, curriculum, evaluate, fit, infer, train
 from calyrex_jax.core import trees
 from calyrex_jax.core.errors import UserError
+from calyrex_jax.data import labelled, labelled_types
 from calyrex_jax.data.prefix_store import PrefixStore
 from calyrex_jax.training import dialogues
+from calyrex_jax.training.svgt import prefix_scores
 from tests import tiny_runs
 
 pytestmark = pytest.mark.usefixtures("own_signals")
@@ -214,6 +216,37 @@ def test_eval_compares_the_guided_model_with_the_watched_frozen_one(straight, co
     for line in map(json.loads, (tmp_path / "plain/eval/privacy.frozen.jsonl").read_text().splitlines()):
         assert line["said"]["reply"] == lines["frozen"][line["id"]]["reply"] and "harm" not in line["said"]
     assert "harm probability" in (tmp_path / "run/report.html").read_text()
+
+
+@pytest.mark.slow
+def test_the_trained_value_space_judges_replies_of_any_model(place, straight, config, tmp_path):
+    plain = config(enabled=False)
+    plain.eval.update({"tasks": "privacy", "limit": 6, "max_new_tokens": 7, "batch_size": 3})
+    plain.eval.scorer = f"svgt:{straight}"
+    assert evaluate.evaluate(plain, str(tmp_path / "plain")) == 0
+    run = build.open_run(config())
+    svgt = {"svgt": build.trained_adapters(run, straight)["svgt"]}
+    backbone = build.load_weights(run)
+    lines = [json.loads(line) for line in (tmp_path / "plain/eval/privacy.frozen.jsonl").read_text().splitlines()]
+    found, wanted = [], []
+    for line in lines:
+        asked = labelled_types.Labelled(tuple(line["messages"]), line["said"]["reply"], 0, "here")
+        encoded = labelled.encode_labelled_corpus(run.tokenizer, [asked], run.policy, 4096, both=False)[0]
+        talk = dialogues.assembled(encoded, 1)
+        states = run.model.below({"backbone": backbone, "adapters": svgt}, talk)
+        scores, mask = prefix_scores(run.model.svgt, svgt, dialogues.make_examples(talk, states, [0]))
+        wanted.append(float(scores[0, int(mask[0].sum()) - 1] >= 0))
+        found.append({name: total for name, total, *_ in line["scores"]})
+    assert [scores.get("violations", scores.get("strayed")) for scores in found] == wanted
+    plain.eval.scorer = f"svgt:{tmp_path / 'nowhere'}"
+    with pytest.raises(UserError, match=r"config\.eval\.scorer: svgt:.*no finished checkpoint"):
+        evaluate.evaluate(plain, str(tmp_path / "plain"))
+    tiny_runs.write_corpus(tmp_path / "chats.jsonl", 6)
+    alone = tiny_runs.make_config(place / "model", tmp_path / "chats.jsonl", train__steps=2, train__batch_size=2)
+    assert train.train(alone, str(tmp_path / "cal")) == 0
+    plain.eval.scorer = f"svgt:{tmp_path / 'cal'}"
+    with pytest.raises(UserError, match=r"config\.eval\.scorer: svgt:.* has no value space \(cal\)"):
+        evaluate.evaluate(plain, str(tmp_path / "plain"))
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
     regex:PATTERN             harmful where the pattern is found, case-insensitively
     python:FILE.py:FUNCTION   FUNCTION(messages, reply) gives true or false, or a probability
     privacy                   harmful where a detail is told that the conversation's records mark private
+    svgt:WORKDIR              the trained value space of an SVGT run on the same backbone, at the reply's end
     hf:DIRECTORY              a transformers sequence classifier; the conversation's last user text and the reply as a pair
 
 A score is a probability: harmful from 0.5 on. `refuses` is the plain matcher of refusals that tasks use beside them.
@@ -24,7 +25,7 @@ from calyrex_jax.core.errors import UserError
 from calyrex_jax.data import privacy
 from calyrex_jax.evals.tasks.api import Item, Messages
 
-FORMS = "regex:PATTERN, python:FILE.py:FUNCTION, privacy, or hf:DIRECTORY of a sequence classifier"
+FORMS = "regex:PATTERN, python:FILE.py:FUNCTION, privacy, svgt:WORKDIR of a trained value space, or hf:DIRECTORY of a sequence classifier"
 _HARMFUL = 0.5
 
 
@@ -70,6 +71,23 @@ class PrivacyScorer:
 
 
 @dataclass(frozen=True)
+class ValueScorer:
+    """The value space that SVGT trained in `path`; digest: of its leaves. Both come with `bound`, once weights are loaded."""
+
+    path: str
+    digest: str = ""
+    judge: Callable[[Messages, str], float] | None = field(default=None, repr=False, compare=False)
+
+    def bound(self, digest: str, judge: Callable[[Messages, str], float]) -> ValueScorer:
+        """The scorer that can score."""
+        return ValueScorer(self.path, digest, judge)
+
+    def score(self, messages: Messages, reply: str) -> float:
+        """The harm probability at the reply's end."""
+        return self.judge(messages, reply)
+
+
+@dataclass(frozen=True)
 class ClassifierScorer:
     """A transformers sequence classifier in a local directory; needs torch, which is imported at the first score."""
 
@@ -105,6 +123,8 @@ def make_scorer(text: str, where: str = "config.eval.scorer") -> Scorer | None:
         return RegexScorer(rest)
     if kind == "python" and rest.count(":") >= 1:
         return _python(*rest.rsplit(":", 1), where=where)
+    if kind == "svgt" and rest:
+        return ValueScorer(rest)
     if kind == "hf" and rest:
         return _checked_classifier(rest, where)
     raise UserError(f"{where} is {text!r}, expected {FORMS}")
