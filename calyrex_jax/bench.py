@@ -1,7 +1,7 @@
 """Speed and memory as ratios, measured in one run against torch with peft's LoRA and transformers' generate.
 
     python -m calyrex_jax.bench                                    # everything
-    python -m calyrex_jax.bench --only=train,decode --steps=20 --json=bench.json
+    python -m calyrex_jax.bench --only=train,decode --steps=20 --json=bench.json --html=bench.html
 
 Ours is a CAL adapter at late8th, theirs LoRA of rank 16 on every linear layer, on the same float32 checkpoint, with the
 same tokens. Machines are noisy, so what is compared is interleaved (A B A B …) and every figure is a median with its
@@ -38,6 +38,7 @@ from calyrex_jax.backbones.spec import DecoderSpec
 from calyrex_jax.core.errors import Parser, UserError
 from calyrex_jax.core.types import Batch, Tree, slots
 from calyrex_jax.data.chat import Example
+from calyrex_jax.evals.report import Report
 from calyrex_jax.generate import loop
 from calyrex_jax.metrics import peak_memory
 from calyrex_jax.model import Model
@@ -289,8 +290,11 @@ MEASURE = {
 }
 
 
-def table(lines: list[Line]) -> str:
-    """The lines as a Markdown table: medians, and the range over the rounds in brackets."""
+COLUMNS = ("", "ours", "theirs", "ours / theirs", "aim", "met", "")
+
+
+def rows(lines: list[Line]) -> list[tuple[str, ...]]:
+    """The lines under COLUMNS: medians, and the range over the rounds in brackets."""
 
     def shown(values: list[float] | None) -> str:
         if values is None:
@@ -300,11 +304,23 @@ def table(lines: list[Line]) -> str:
         return middle if len(values) == 1 else f"{middle} ({low}–{high})"
 
     verdict = {True: "yes", False: "no", None: ""}
-    rows = [("", "ours", "theirs", "ours / theirs", "aim", "met", "")]
-    rows += [(x.name, shown(x.ours), shown(x.theirs), shown(x.ratio), x.aim, verdict[x.met], x.note) for x in lines]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    rows.insert(1, tuple("-" * width for width in widths))
-    return "\n".join("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in rows)
+    return [(x.name, shown(x.ours), shown(x.theirs), shown(x.ratio), x.aim, verdict[x.met], x.note) for x in lines]
+
+
+def table(lines: list[Line]) -> str:
+    """The lines as a Markdown table."""
+    shown = [COLUMNS, *rows(lines)]
+    widths = [max(map(len, column)) for column in zip(*shown)]
+    shown.insert(1, tuple("-" * width for width in widths))
+    return "\n".join("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in shown)
+
+
+def page(lines: list[Line], title: str, about: str) -> Report:
+    """The same table as a report."""
+    report = Report(title)
+    report.text(about)
+    report.table("Measured side by side", COLUMNS, rows(lines))
+    return report
 
 
 def machine() -> dict[str, Any]:
@@ -340,6 +356,7 @@ def parse(argv: list[str], parts: Sequence[str] = PARTS, module: str = "calyrex_
     parser.add_argument("--steps", type=int, default=8, help="rounds of A B A B (default 8)")
     parser.add_argument("--source", default=SOURCE, help="the model, as config.backbone.source names it (%(default)s)")
     parser.add_argument("--json", type=Path, help="also write every measured value to this file")
+    parser.add_argument("--html", type=Path, help="also write the table as a page to this file")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -349,8 +366,9 @@ def parse(argv: list[str], parts: Sequence[str] = PARTS, module: str = "calyrex_
         raise UserError(f"--only: {unknown[0]!r} is not a part; known: {', '.join(parts)}")
     if options.steps < 1:
         raise UserError(f"--steps is {options.steps}; at least 1 round is needed")
-    if options.json and not options.json.resolve().parent.is_dir():
-        raise UserError(f"--json={options.json}: its directory does not exist; name a file that can be written")
+    for name, path in (("json", options.json), ("html", options.html)):
+        if path and not path.resolve().parent.is_dir():
+            raise UserError(f"--{name}={path}: its directory does not exist; name a file that can be written")
     return options
 
 
@@ -380,12 +398,14 @@ def main(
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
     where = machine()
-    print(" · ".join(f"{name} {value}" for name, value in where.items()))
-    print(f"{about}; median (range) of {options.steps}")
+    setting = " · ".join(f"{name} {value}" for name, value in where.items()), f"{about}; median (range) of {options.steps}"
+    print("\n".join(setting))
     print(table(lines), flush=True)
     if options.json:
         found = {"machine": where, "lines": [asdict(line) | {"met": line.met} for line in lines]}
         options.json.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if options.html:
+        page(lines, module, "\n\n".join(setting)).write_html(options.html)
     return 0
 
 

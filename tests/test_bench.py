@@ -1,5 +1,6 @@
 """The benchmark on a tiny model: that it runs, tells its aims apart, and works without torch."""
 
+import html
 import json
 import re
 
@@ -19,13 +20,14 @@ def test_every_part_gives_its_figures(model, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench, "NEW", 4)
     target = tmp_path / "bench.json"
     flags = ["--only=flops,train,decode,load", "--steps=2", f"--source={model}", f"--json={target}"]
-    assert bench.main(flags) == 0
+    assert bench.main([*flags, f"--html={tmp_path / 'bench.html'}"]) == 0
+    page = (tmp_path / "bench.html").read_text(encoding="utf-8")
     said = capsys.readouterr().out
     assert "torch and peft are not installed" in said
     lines = {line["name"]: line for line in json.loads(target.read_text())["lines"]}
     assert len(lines) == 3 + 3 + 6 + 1
     for name, line in lines.items():
-        assert f"| {name} " in said
+        assert f"| {name} " in said and html.escape(name) in page
         assert len(line["ours"]) == (1 if name.startswith("GFLOP") else 2) and min(line["ours"]) > 0
         assert (line["theirs"] is None) == (line["ratio"] is None)
     cost = lines["decoding seconds, CAL late8th, batch 8"]
@@ -72,6 +74,7 @@ def test_the_table_shows_median_and_range():
         (["--steps=many"], "command line: argument --steps"),
         (["--nonsense"], "command line: unrecognized arguments: --nonsense"),
         (["--json=absent/x.json"], "its directory does not exist"),
+        (["--html=absent/x.html"], "--html=absent/x.html: its directory does not exist"),
         (["--source=absent"], "absent"),
     ],
 )

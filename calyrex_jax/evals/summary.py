@@ -64,10 +64,12 @@ def as_report(found: Findings, tasks: Sequence[Task], directory: Path) -> str:
                 f"{task.name}: plot", plots.bars(rates[:_BARS], {n: [figures[n][c] for c in rates[:_BARS]] for n in drawn})
             )
         if harm := trajectories(found.verdicts[task.name]):
-            series = {name: ([x for x, _ in points], [f for _, f in points]) for name, points in harm.items()}
+            series = {n: ([x for x, _ in harm[n]], [f for _, f in harm[n]]) for n in drawn if n in harm}
             what = "harm probability, as SVGT reads it while replies are written"
             report.plot(
-                f"{task.name}: {what}", plots.figures_against(series, "refreshes since the prompt", "harm probability")
+                f"{task.name}: {what}",
+                plots.figures_against(series, "refreshes since the prompt", "harm probability"),
+                "Means over the replies that are still being written at that refresh: short replies leave the later points.",
             )
         if rest:
             report.table(f"{task.name}: finer cells", ["cell", *names], rows(rest, figures))
