@@ -52,7 +52,8 @@ def _run() -> int:
     if several and whole.get(_MODE.value) is not train.train:
         raise UserError(f"--mode={_MODE.value}, as configured here, serves one process; run it on one host")
     if _MODE.value in whole:
-        return whole[_MODE.value](config, _WORKDIR.value)
+        with processes.watched():
+            return whole[_MODE.value](config, _WORKDIR.value)
     return infer.run(config, _WORKDIR.value, _MODE.value, _INPUT.value, _OUTPUT.value)
 
 

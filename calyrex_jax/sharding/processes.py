@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import jax
 from jax.sharding import Mesh
@@ -11,7 +14,12 @@ from jax.sharding import Mesh
 from calyrex_jax.core.errors import UserError
 
 COORDINATOR, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-DETECT = "CALYREX_DISTRIBUTED"
+DETECT, PATIENCE = "CALYREX_DISTRIBUTED", "CALYREX_HEARTBEAT_SECONDS"
+
+# how collectives (gloo's, a network's) and the coordination service say that a peer does not answer any more
+_GONE = re.compile(
+    r"Gloo .*(Connection|Timed out|timeout)|[Hh]eartbeat|task .*(died|crashed|unhealthy)|NCCL .*(remote|peer|abort)"
+)
 
 
 def join(environment: Mapping[str, str] = os.environ) -> bool:
@@ -22,8 +30,13 @@ def join(environment: Mapping[str, str] = os.environ) -> bool:
     TPU_WORKER_HOSTNAMES     more than one (as GKE sets it), or CALYREX_DISTRIBUTED=1 (a TPU pod, whose workers know one
                              another from the machine's metadata): jax finds everything by itself.
 
+    CALYREX_HEARTBEAT_SECONDS  how long a process may be silent before the others stop (100).
+
     Raises UserError where these variables do not make sense together.
     """
+    patience = environment.get(PATIENCE, "100")
+    if not patience.isdecimal() or int(patience) < 1:
+        raise UserError(f"environment: {PATIENCE}={patience!r}; expected a number of seconds of at least 1")
     numbers = {name: environment[name] for name in (COUNT, INDEX) if name in environment}
     if len(numbers) == 1:
         [name] = {COUNT, INDEX} - set(numbers)
@@ -31,10 +44,10 @@ def join(environment: Mapping[str, str] = os.environ) -> bool:
             f"environment: {next(iter(numbers))} is set and {name} is not; set both, or neither under SLURM or MPI"
         )
     if numbers:
-        _join_named(environment, numbers)
+        _join_named(environment, numbers, int(patience))
     elif COORDINATOR in environment or environment.get(DETECT) == "1" or _several(environment):
         try:
-            jax.distributed.initialize()
+            jax.distributed.initialize(heartbeat_timeout_seconds=int(patience))
         except ValueError as error:  # nothing was detected that says how many there are
             raise UserError(
                 f"environment: the processes of this run cannot be found ({error}); set {COORDINATOR}, {COUNT} and {INDEX}, "
@@ -45,11 +58,32 @@ def join(environment: Mapping[str, str] = os.environ) -> bool:
     return jax.process_count() > 1
 
 
+@contextmanager
+def watched() -> Iterator[None]:
+    """Around a run: where another process of it is gone, says so in one line and ends this one with status 1, at once.
+
+    An orderly end would wait for the process that is gone.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1 or not _GONE.search(str(error)):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        print(
+            f"error: another process of this run is gone ({reason}); start the same command again on all hosts: it goes on from "
+            "the last saved step",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+
 def _several(environment: Mapping[str, str]) -> bool:
     return len(environment.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1
 
 
-def _join_named(environment: Mapping[str, str], numbers: Mapping[str, str]) -> None:
+def _join_named(environment: Mapping[str, str], numbers: Mapping[str, str], patience: int) -> None:
     shown = ", ".join(f"{name}={value}" for name, value in numbers.items())
     if not all(value.isdecimal() for value in numbers.values()) or not int(numbers[INDEX]) < int(numbers[COUNT]):
         raise UserError(f"environment: {shown}; expected a count of at least 1 and an id from 0 to one below it")
@@ -58,7 +92,12 @@ def _join_named(environment: Mapping[str, str], numbers: Mapping[str, str]) -> N
         raise UserError(f"environment: {COORDINATOR}={address!r} with {shown}; expected HOST:PORT of process 0")
     # all is said: what else the machine might tell (an enclosing SLURM job) is not asked
     jax.distributed.initialize(
-        address, int(numbers[COUNT]), int(numbers[INDEX]), cluster_detection_method="deactivate", initialization_timeout=120
+        address,
+        int(numbers[COUNT]),
+        int(numbers[INDEX]),
+        cluster_detection_method="deactivate",
+        initialization_timeout=120,
+        heartbeat_timeout_seconds=patience,
     )
 
 

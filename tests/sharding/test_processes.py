@@ -26,7 +26,13 @@ def test_named_processes_are_passed_to_jax_which_does_not_read_them_itself(joine
     assert processes.join(HERE)
     [(args, more)] = joined
     assert args == ("10.0.0.1:1234", 4, 3)
-    assert more["cluster_detection_method"] == "deactivate"
+    assert more["cluster_detection_method"] == "deactivate" and more["heartbeat_timeout_seconds"] == 100
+
+
+def test_how_long_a_process_may_be_silent(joined):
+    processes.join(HERE | {"CALYREX_HEARTBEAT_SECONDS": "20"})
+    processes.join({"CALYREX_DISTRIBUTED": "1", "CALYREX_HEARTBEAT_SECONDS": "30"})
+    assert [more["heartbeat_timeout_seconds"] for _, more in joined] == [20, 30]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +45,7 @@ def test_named_processes_are_passed_to_jax_which_does_not_read_them_itself(joine
 )
 def test_jax_finds_the_rest(joined, environment):
     assert processes.join(environment)
-    assert joined == [((), {})]
+    assert joined == [((), {"heartbeat_timeout_seconds": 100})]
 
 
 @pytest.mark.parametrize("environment", [{}, {"TPU_WORKER_HOSTNAMES": "localhost"}, {"CALYREX_DISTRIBUTED": "0"}])
@@ -56,6 +62,7 @@ def test_one_process_joins_nobody(joined, environment):
         ({"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES=two"),
         ({"JAX_COORDINATOR_ADDRESS": None}, "expected HOST:PORT of process 0"),
         ({"JAX_COORDINATOR_ADDRESS": "10.0.0.1"}, "expected HOST:PORT of process 0"),
+        ({"CALYREX_HEARTBEAT_SECONDS": "soon"}, "CALYREX_HEARTBEAT_SECONDS='soon'; expected a number of seconds"),
     ],
 )
 def test_variables_that_do_not_fit_together(joined, changes, said):
@@ -66,7 +73,7 @@ def test_variables_that_do_not_fit_together(joined, changes, said):
 
 
 def test_a_coordinator_alone_says_what_is_missing(monkeypatch):
-    def refuse():
+    def refuse(**_):
         raise ValueError("Number of processes must be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", refuse)
