@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 from calyrex_jax import checkpoint, metrics
 from calyrex_jax.adapters import lora
-from calyrex_jax.backbones import decoder, named
+from calyrex_jax.backbones import decoder, kernels, named
 from calyrex_jax.backbones.spec import DecoderSpec
 from calyrex_jax.config import as_dict
 from calyrex_jax.core import numerics, quantized, trees
@@ -74,6 +74,7 @@ def open_run(config: ConfigDict) -> Run:
         special_text=chat.special_text,
     )
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
+    check_attention(config, spec, numerics.platform())
     model = make_model(config, spec)
     tokenizer = load_tokenizer(source.path, source.kind, source.generation_config, source.config)
     return Run(config, source, spec, tokenizer, policy, model, mesh, jnp.dtype(config.backbone.dtype))
@@ -85,6 +86,11 @@ def planned_model(config: ConfigDict) -> Model:
     known = None if Path(source).expanduser().exists() else named.known_as(source)
     spec = named.named_spec(known) if known else DecoderSpec.from_config(resolve_config(source), source)
     return make_model(config, spec)
+
+
+def check_attention(config: ConfigDict, spec: DecoderSpec, platform: str) -> None:
+    """UserError where config.attention names a kernel that cannot work for this backbone on `platform`."""
+    kernels.check_attention(config.attention, platform, spec.head_dim, jnp.dtype(config.backbone.dtype))
 
 
 def check_batch(config: ConfigDict, mesh: Mesh) -> None:

@@ -30,6 +30,10 @@ def default_config() -> ConfigDict:
     config.backbone.dtype = "float32"  # or bfloat16
     config.backbone.quantize = ""  # or int8, int4, nf4: the frozen linear maps in so many bits
 
+    # what computes attention in whole sequences and prompts: xla; splash, on TPUs; cudnn, on NVIDIA GPUs in bfloat16; or auto:
+    # the platform's kernel wherever it can serve (backbones/kernels.py)
+    config.attention = "auto"
+
     _adapter_fields(config)
     _svgt_fields(config)
 
@@ -251,6 +255,7 @@ def check(config: ConfigDict) -> None:
 
     walk(config, default_config(), "")
     choices = {
+        "attention": ("auto", "xla", "cudnn", "splash"),
         "backbone.dtype": ("float32", "bfloat16"),
         "backbone.quantize": ("", "int8", "int4", "nf4"),
         "chat.system_role": ("error", "merge"),
@@ -267,9 +272,10 @@ def check(config: ConfigDict) -> None:
         "svgt.safe_loss": ("dense", "last"),
     }
     for field, known in choices.items():
-        group, name = field.split(".")
-        if config[group][name] not in known:
-            raise UserError(f"config.{field} is {config[group][name]!r}; known: {', '.join(k or repr(k) for k in known)}")
+        *group, name = field.split(".")
+        value = (config[group[0]] if group else config)[name]
+        if value not in known:
+            raise UserError(f"config.{field} is {value!r}; known: {', '.join(k or repr(k) for k in known)}")
     positive = ("data.max_length", "train.steps", "train.batch_size", "train.accumulate", "train.loss_chunk")
     positive += ("train.log_every", "train.save_every", "train.keep", "train.max_skipped")
     positive += ("generate.max_new_tokens", "generate.batch_size", "eval.max_new_tokens", "eval.batch_size")

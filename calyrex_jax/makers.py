@@ -22,7 +22,8 @@ FITTED = ("iti", "re_control")  # adapters that fit.py fits; train.py trains the
 def make_model(config: ConfigDict, spec: DecoderSpec) -> Model:
     """The decoder with the adapters, and the guidance, that a config names."""
     guide = make_svgt(config, spec) if config.svgt.enabled else None
-    return Model(spec, adapters(config, spec), guide, remat=config.train.remat == "layers")
+    remat = config.train.remat == "layers"
+    return Model(spec, adapters(config, spec), guide, remat=remat, attention=config.attention)
 
 
 def adapters(config: ConfigDict, spec: DecoderSpec) -> tuple[Adapter, ...]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import flax.struct
 import jax
@@ -55,12 +56,14 @@ class Model:
     svgt  guides generation (`prefill`, `decode`); whole sequences (`hidden`) are not guided. Its leaves are
           params["adapters"]["svgt"]
     remat  training computes each layer anew in the backward pass: less memory, more time
+    attention  what may compute attention in whole sequences and prompts, of `backbones.kernels.NAMES`
     """
 
     spec: DecoderSpec
     adapters: tuple[Adapter, ...] = ()
     svgt: Svgt | None = None
     remat: bool = False
+    attention: str = "auto"
 
     @property
     def parts(self) -> tuple[Adapter | Svgt, ...]:
@@ -113,7 +116,7 @@ class Model:
             x = jnp.asarray(batch.prefix, decoder.stream_dtype(backbone))
         else:
             x = decoder.embed(self.spec, backbone, batch.tokens, batch.positions)
-        return decoder.run_layers(self.spec, backbone["layers"], x, context, start, self.first_boundary)[0]
+        return self._run(backbone, x, context=context, start=start, stop=self.first_boundary)[0]
 
     def hidden(self, params: Tree, batch: Batch, prefix: Array | None = None, key: Array | None = None) -> jax.Array:
         """States after the final norm, [B, T, D]; `prefix` spares the layers below the first boundary, `key` is dropout's."""
@@ -129,7 +132,7 @@ class Model:
         """What `hidden` gives without any adapter, [B, T, D], from the states at the first boundary on."""
         x = jnp.asarray(prefix, decoder.stream_dtype(backbone))
         context = decoder.make_context(self.spec, batch.positions, batch.segments)
-        x, _ = decoder.run_layers(self.spec, backbone["layers"], x, context, self.first_boundary, self.spec.num_layers)
+        x, _ = self._run(backbone, x, context=context, start=self.first_boundary, stop=self.spec.num_layers)
         return decoder.final_norm(self.spec, backbone, x)
 
     def logits(self, params: Tree, batch: Batch) -> jax.Array:
@@ -142,7 +145,7 @@ class Model:
         cache = init_cache(self.spec, batch.tokens.shape[0], capacity, decoder.stream_dtype(backbone))
         cache = extend(cache, batch.positions, batch.segments)
         x = decoder.embed(self.spec, backbone, batch.tokens, batch.positions)
-        return decoder.run_layers(self.spec, backbone["layers"], x, context, 0, self.first_boundary, cache, fill=True)
+        return self._run(backbone, x, context=context, start=0, stop=self.first_boundary, cache=cache, fill=True)
 
     def prefill(
         self, params: Tree, batch: Batch, capacity: int, new_tokens: int, prefix: tuple[Array, Cache] | None = None
@@ -280,7 +283,8 @@ class Model:
     def _dialogue_stream(self, params: Tree, dialogue: guidance.Dialogue) -> _Stream:
         batch = dialogue.batch(self.bridge_slots)
         x = decoder.embed(self.spec, params["backbone"], batch.tokens, batch.positions)
-        return self._stream(params, x, batch, self._dialogue_total(dialogue))
+        stream = self._stream(params, x, batch, self._dialogue_total(dialogue))
+        return stream.replace(context=stream.context.replace(gaps=self.bridge_slots > 0))
 
     def _dialogue_total(self, dialogue: guidance.Dialogue) -> jax.Array:
         return (dialogue.prompt_mask.sum(-1) + dialogue.reply_mask.sum(-1) + self.bridge_slots).astype(jnp.int32)
@@ -320,8 +324,7 @@ class Model:
         What stands at `stop` itself belongs to the next walk, unless no layer is left.
         """
         x, layer, context = stream.x, start, stream.context
-        layers = params["backbone"]["layers"]
-        run = functools.partial(decoder.run_layers, self.spec, layers, context=context, remat=self.remat)
+        run = functools.partial(self._run, params["backbone"], context=context, remat=self.remat)
         last = self.spec.num_layers
         for boundary in (b for b in self.stops if start <= b < stop or b == stop == last):
             x, cache = run(x, start=layer, stop=boundary, cache=cache, fill=fill, deltas=deltas)
@@ -331,6 +334,10 @@ class Model:
                 site = site.replace(x=block(adapter, leaves, site))
             x, layer = site.x, boundary
         return run(x, start=layer, stop=stop, cache=cache, fill=fill, deltas=deltas)
+
+    def _run(self, backbone: Tree, x: Array, **how: Any) -> tuple[jax.Array, Cache | None]:
+        """`decoder.run_layers` of this backbone."""
+        return decoder.run_layers(self.spec, backbone["layers"], x, attention=self.attention, **how)
 
     def _total(self, batch: Batch, new_tokens: int) -> jax.Array:
         """[B] int32: how many positions each row will have taken in the end."""

@@ -96,7 +96,9 @@ def programs_wanted(what: str) -> tuple[str, ...]:
 def settle(config: ConfigDict, where: machine.Machine) -> Setting:
     """The model and the mesh of a config; UserError where they do not go together."""
     mesh = meshes.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, where.devices)
-    return Setting(config, where, mesh, build.planned_model(config))
+    model = build.planned_model(config)
+    build.check_attention(config, model.spec, where.platform)
+    return Setting(config, where, mesh, model)
 
 
 def make_program(setting: Setting, what: str) -> programs.Program:

@@ -46,6 +46,7 @@ class Context:
     positions, segments  [B, T] int32 of the tokens at hand
     cos, sin             [B, T, H/2] float32, or None with learned positions
     version, sees        [B, T] int32 or None: `Tokens`
+    gaps                 whether positions may leave numbers out within a segment
     """
 
     positions: jax.Array
@@ -54,6 +55,7 @@ class Context:
     sin: jax.Array | None = None
     version: jax.Array | None = None
     sees: jax.Array | None = None
+    gaps: bool = flax.struct.field(pytree_node=False, default=False)
 
 
 def visible(queries: Tokens, keys: Tokens, window: jax.Array | int | None) -> jax.Array:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
+from calyrex_jax.backbones import kernels
 from calyrex_jax.backbones.attention import Attention, Context, Tokens, attend_tokens
 from calyrex_jax.backbones.cache import Cache
 from calyrex_jax.backbones.layers import Mlp, Norm, norm
@@ -154,6 +155,7 @@ def run_layers(
     fill: bool = False,
     deltas: Deltas | None = None,
     remat: bool = False,
+    attention: str = "xla",
 ) -> tuple[jax.Array, Cache | None]:
     """Runs layers start … stop - 1 on x [B, T, D]; start == stop returns x.
 
@@ -164,13 +166,14 @@ def run_layers(
     Within a segment of x, positions must rise from slot to slot.
     deltas change linear maps of all these layers or of none of them.
     remat: the backward pass computes a layer anew from its input alone, instead of keeping its matrix products.
+    attention: one of `kernels.NAMES`: what may compute the attention of tokens among themselves.
     """
     if start == stop:
         return x, cache
     deltas = None if deltas is None else deltas.within(start, stop)
     changes = (lambda *_: None) if deltas is None else deltas.at
-    windows = set(spec.windows[start:stop])
-    step = _stepper(spec, context, cache, fill, windows.pop() if len(windows) == 1 else _MIXED)
+    windows = frozenset(spec.windows[start:stop])
+    step = _stepper(spec, x.dtype, context, cache, fill, windows, attention)
     policy = None if remat else _products
     carry = (x, None, None) if cache is None else (x, cache.k, cache.v)
     if isinstance(layers, tuple):
@@ -210,12 +213,23 @@ def take_all(layers: Tree, layer: jax.Array | int, dtype: jax.typing.DTypeLike) 
 
 
 def _stepper(
-    spec: DecoderSpec, context: Context, cache: Cache | None, fill: bool, shared: int | None
+    spec: DecoderSpec,
+    dtype: jnp.dtype,
+    context: Context,
+    cache: Cache | None,
+    fill: bool,
+    windows: frozenset[int | None],
+    attention_name: str,
 ) -> Callable[..., tuple]:
-    """step((x, k, v), layer index, layer parameters) -> (x, k, v); shared is the window of all its layers, or _MIXED."""
+    """step((x, k, v), layer index, layer parameters) -> (x, k, v); windows are those of all its layers."""
+    shared = next(iter(windows)) if len(windows) == 1 else _MIXED
     tokens = Tokens(context.positions, context.segments, context.version, context.sees)
     among_themselves = cache is None or fill
     keys = tokens if among_themselves else Tokens(cache.positions, cache.segments)
+    this = kernels.Pass(
+        context.segments.shape[1], spec.head_dim, dtype, windows, gaps=context.gaps, versions=context.version is not None
+    )
+    kernel = kernels.choose(attention_name, platform(), this)
     unlimited = 2**31 - 1
     limits = jnp.asarray([unlimited if window is None else window for window in spec.windows], jnp.int32)
 
@@ -230,6 +244,8 @@ def _stepper(
                 new = _write(k_all, k, layer, cache), _write(v_all, v, layer, cache)
             if not among_themselves:
                 k, v = (take_layer(buffer, layer, v.dtype) for buffer in new)
+            elif kernel != "xla":
+                return kernels.attend(kernel, this, q, k, v, tokens, window), new
             return attend_tokens(q, k, v, tokens, keys, window, ordered=among_themselves), new
 
         x, new = DecoderLayer(spec).apply({"params": params}, x, context, layer, attention, deltas)
@@ -239,10 +255,10 @@ def _stepper(
 
 
 def _products(primitive: Any, *_: Any, **__: Any) -> bool:
-    """What the backward pass keeps: matrix products and the weights of attention. The rest is cheap to compute again, and
-    the layers taken from the stack are taken again: kept, they would be a second stack.
+    """What the backward pass keeps: matrix products and the weights of attention, or what an attention kernel gives. The
+    rest is cheap to compute again, and the layers taken from the stack are taken again: kept, they would be a second stack.
     """
-    return primitive.name in ("dot_general", "exp")
+    return primitive.name in ("dot_general", "exp", *kernels.KEPT)
 
 
 def _write(buffer: jax.Array, values: jax.Array, layer: jax.Array, cache: Cache) -> jax.Array:

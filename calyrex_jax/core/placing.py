@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -54,6 +56,24 @@ def gathered(path: str, leaf: Array) -> Array:
     parts = [part for part in path.split("/") if part not in ("q", "scale", "offset")]
     name = parts[-1]
     return _placed(leaf, {_CUT[name]: (TENSOR,)} if name in _CUT else {})
+
+
+def per_device(fn: Callable[..., Array], q: Array, k: Array, v: Array, *rows: Array) -> Array:
+    """fn(q, k, v, *rows) on every device's own rows and heads: q [B, T, N, H], k and v [B, T, K, H], rows [B, T] each.
+
+    For kernels, which the partitioner cannot cut. Heads lie over the tensor axis; where it has more parts than there are
+    key/value heads, each of these is repeated on the parts that share it.
+    """
+    if not on_several():
+        return fn(q, k, v, *rows)
+    parts, heads, kv_heads = _parts((TENSOR,)), q.shape[2], k.shape[2]
+    cut = heads % parts == 0 and (kv_heads % parts == 0 or parts % kv_heads == 0)
+    if cut and kv_heads % parts:
+        k, v = (jnp.repeat(array, parts // kv_heads, axis=2) for array in (k, v))
+    split = ROWS if q.shape[0] % _parts(ROWS) == 0 else None
+    whole, flat = P(split, None, TENSOR if cut else None, None), P(split, None)
+    specs = (whole, whole, whole, *(flat for _ in rows))
+    return jax.shard_map(fn, in_specs=specs, out_specs=whole, check_vma=False)(q, k, v, *rows)
 
 
 def _parts(axes: tuple[str, ...]) -> int:
