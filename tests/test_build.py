@@ -10,6 +10,7 @@ import pytest
 
 from calyrex_jax import build, train
 from calyrex_jax.backbones import decoder
+from calyrex_jax.core.errors import UserError
 from tests import tiny_runs
 from tests.tiny_runs import make_config
 
@@ -42,6 +43,11 @@ def test_cal_starts_from_the_neighbouring_layers(config, dtype):
         np.testing.assert_array_equal(block["w_gate"], fresh[key]["w_gate"])
         assert {leaf.dtype for leaf in jax.tree.leaves(block)} == {jnp.dtype(jnp.float32)}
     chex.assert_trees_all_equal(build.brought_adapters(run)["cal"], fresh)
+
+
+def test_a_kernel_of_another_platform_is_refused_at_start_up(config):
+    with pytest.raises(UserError, match=r"config\.attention=splash runs on TPUs, and this is for cpu"):
+        build.open_run(config(attention="splash"))
 
 
 def test_distilled_conversations_cost_nothing_at_initialisation(config, place, tmp_path):

@@ -142,6 +142,7 @@ def test_nothing_fits(model, monkeypatch):
         ({"plan__what": "decode", "plan__decode_context": 513}, "config.plan.decode_context=513 is above"),
         ({"plan__what": "prefill", "plan__prefill_length": 600}, "config.plan.prefill_length=600 is above"),
         ({"adapter__name": "prompt_only"}, "has nothing to train"),
+        ({"attention": "splash"}, "config.attention=splash runs on TPUs, and this is for cpu"),
         ({"backbone__quantize": "int2"}, "config.backbone.quantize is 'int2'; known: '', int8, int4, nf4"),
     ],
 )

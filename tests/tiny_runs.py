@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental.compilation_cache import compilation_cache
+from ml_collections import ConfigDict
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from calyrex_jax.config import default_config
@@ -93,16 +94,19 @@ def make_config(model: Path, data: Path | str = "", **changes):
     config.train.update({"steps": 10, "batch_size": 4, "learning_rate": 0.01, "log_every": 1, "save_every": 5})
     config.generate.update({"max_new_tokens": 6, "batch_size": 3})
     for field, value in changes.items():
-        group, name = field.split("__")
-        config[group][name] = value
+        *groups, name = field.split("__")
+        (config[groups[0]] if groups else config)[name] = value
     return config
 
 
 def arguments(config, workdir: Path, mode: str = "train", **more) -> list[str]:
     """The command line that gives `config`, where it differs from the defaults."""
     plain, found = default_config(), [f"--config={ROOT / 'tests/plain_config.py'}"]  # which must come before its fields
-    for group, fields in config.items():
-        found += [f"--config.{group}.{k}={v}" for k, v in fields.items() if plain[group][k] != v]
+    for name, value in config.items():
+        if not isinstance(value, ConfigDict):
+            found += [f"--config.{name}={value}"] if plain[name] != value else []
+            continue
+        found += [f"--config.{name}.{k}={v}" for k, v in value.items() if plain[name][k] != v]
     found += [f"--workdir={workdir}", f"--mode={mode}"]
     return found + [f"--{name}={value}" for name, value in more.items()]
 
