@@ -1,235 +1,199 @@
-"""`--mode=ablate`: where must the adapter sit? Trains every placement with every seed, evaluates all of them, and compares.
+"""`--mode=ablate`: which adapter, and where? Trains every arm with every seed, evaluates all of them, and compares.
 
-WORKDIR/PLACEMENT_sSEED/ is an ordinary training run, resumed or skipped by itself; frozen states are shared in WORKDIR/prefix.
-WORKDIR/report.json has "ablation": a row a placement, in report.html with plots.
+Arms are the eight placements, or whatever config.ablate.arms lists (arms.py). WORKDIR/ARM_sSEED/ is an ordinary training run,
+resumed or skipped by itself; frozen states are shared in WORKDIR/prefix. With config.ablate.rates every arm first tries them
+for a few steps in WORKDIR/sweep and keeps the best. WORKDIR/report.json has "ablation": a row an arm, in report.html with plots.
 """
 
 from __future__ import annotations
 
-import copy
 import json
+import os
+import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 from ml_collections import ConfigDict
 
-from calyrex_jax import evaluate, makers
-from calyrex_jax.adapters import cal, placement
+from calyrex_jax import evaluate
+from calyrex_jax.arms import Arm, is_finished, plan, trials
 from calyrex_jax.backbones.spec import DecoderSpec
-from calyrex_jax.config import as_dict, check, prepare_workdir
-from calyrex_jax.core import trees
+from calyrex_jax.config import check, prepare_workdir
 from calyrex_jax.core.errors import UserError
-from calyrex_jax.evals import plots, study, summary
-from calyrex_jax.evals.report import Report, text_table, write_json
-from calyrex_jax.evals.stats import Figure
+from calyrex_jax.evals import ablation, study, summary
+from calyrex_jax.evals.report import write_json
 from calyrex_jax.evals.tasks import registry
 from calyrex_jax.evals.tasks.api import Task
 from calyrex_jax.metrics import Metrics
-from calyrex_jax.model import Model
 from calyrex_jax.train import Interrupted, StopSignal, train
 from calyrex_jax.weights.sources import resolve
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One placement with one seed: its config, where it trains, and what it will have."""
-
-    placement: str
-    seed: int
-    config: ConfigDict
-    directory: Path
-    boundaries: tuple[int, ...]
-    parameters: int
-
-    @property
-    def name(self) -> str:
-        return self.directory.name
 
 
 def ablate(config: ConfigDict, workdir: str) -> int:
     """Runs or resumes the whole ablation; returns the exit status."""
     check(config)
     tasks = registry.make_tasks(config.eval.tasks, evaluate.task_settings(config))
+    curve_tasks(config, tasks)
+    primary = ablation.primary_cells(config.ablate.primary, tasks)
     directory = prepare_workdir(workdir)
     spec = DecoderSpec.from_config(resolve(config.backbone.source).config, config.backbone.source)
     arms = plan(config, spec, directory)
-    for number, arm in enumerate(arms, 1):
-        what = f"{number} of {len(arms)}: {arm.name}, boundaries {shown(arm.boundaries)}, {arm.parameters:,} parameters"
-        if is_finished(arm):
-            print(f"{what}: finished earlier", file=sys.stderr, flush=True)
-            continue
-        print(what, file=sys.stderr, flush=True)
-        if status := train(arm.config, str(arm.directory)):
-            return status
-        jax.clear_caches()  # no other arm runs these programs
-    stop, show = StopSignal(), Metrics(directory)
     try:
-        found = evaluate.measured(config, tasks, directory, {arm.name: arm.directory for arm in arms}, show, stop)
+        rates = sweep(config, arms, directory)
+        for number, arm in enumerate(arms, 1):
+            what = f"{number} of {len(arms)}: {arm.name}, boundaries {ablation.shown(arm.boundaries)}"
+            run(arm, f"{what}, {arm.parameters:,} parameters")
+        show = Metrics(directory)
+        try:
+            found = evaluated(config, tasks, arms, directory, show)
+        finally:
+            show.close()
     except Interrupted as signalled:
         print("interrupted: finished runs and verdicts are kept; the same command goes on from there", file=sys.stderr)
         return signalled.args[0]
-    finally:
-        show.close()
-    merged = by_placement(found, arms, config.ablate.reference, config.eval.seed)
-    rows = [row(arms, name, merged) for name in names(arms)]
-    content = {"ablation": rows} | summary.as_json(merged, tasks)
+    made = methods(arms)
+    merged = ablation.pooled(found, made, config.ablate.reference, config.eval.seed)
+    rows = [m.as_dict() | {"cells": cells_of(m.name, merged)} for m in made]
+    content = {"ablation": rows, "rates": rates} | summary.as_json(merged, tasks)
     write_json(directory / "report.json", evaluate.kept_report(directory / "report.json") | content)
-    print(write_report(config, rows, merged, tasks, directory), flush=True)
-    show.say(f"done: {len(arms)} runs; {directory / 'report.json'}, {directory / 'report.html'}")
+    print(ablation.write(merged, made, tasks, primary, about(config, rates), directory / "report.html"), flush=True)
+    print(f"done: {len(arms)} runs; {directory / 'report.json'}, {directory / 'report.html'}", file=sys.stderr, flush=True)
     return 0
 
 
-def plan(config: ConfigDict, spec: DecoderSpec, directory: Path) -> list[Arm]:
-    """All runs, lower first boundaries first: frozen states of one are the start of the next ones'.
+def run(arm: Arm, what: str) -> None:
+    """Trains one arm unless an earlier command did; raises Interrupted where a signal ends it."""
+    if is_finished(arm):
+        print(f"{what}: finished earlier", file=sys.stderr, flush=True)
+        return
+    print(what, file=sys.stderr, flush=True)
+    if status := train(arm.config, str(arm.directory)):
+        raise Interrupted(status)
+    jax.clear_caches()  # no other arm runs these programs
 
-    Raises UserError for what no run could do: an unknown placement, a name given twice, a budget too small for it.
+
+def sweep(config: ConfigDict, arms: Sequence[Arm], directory: Path) -> dict[str, dict]:
+    """Tries every arm's learning rates and gives its runs the one with the lowest validation perplexity.
+
+    Returns {arm: {"chosen": rate, "perplexity": {rate: figure}, "edge": whether the best is the least or greatest tried}}.
     """
-    wanted = [name.strip() for name in config.ablate.placements.split(";") if name.strip()] or list(placement.PRESETS)
-    folders = [name.replace(" ", "").replace(",", "-") for name in wanted]
-    if len(set(folders)) < len(folders):
-        raise UserError(f"config.ablate.placements: {config.ablate.placements!r} names a placement twice; name each once")
-    if not all(adapter.boundaries for adapter in makers.adapters(config, spec)) or config.adapter.name == "prompt_only":
-        raise UserError(
-            f"config.adapter.name={config.adapter.name}: an ablation moves blocks from boundary to boundary; "
-            "name adapters with blocks, such as cal or parallel_mlp"
+    tried = {arm.method: trials(arm, directory / "sweep") for arm in reversed(arms)}  # the first seed of each
+    tried = {name: tried[name] for name in dict.fromkeys(arm.method for arm in arms) if tried[name]}
+    todo = [trial for by_rate in tried.values() for trial in by_rate.values()]
+    if not todo:
+        return {}
+    for number, trial in enumerate(todo, 1):
+        run(trial, f"sweep, {number} of {len(todo)}: {trial.name}")
+    tasks = registry.make_tasks("validation", evaluate.task_settings(config))
+    places = {trial.name: evaluate.Place(trial.directory, trial.config.train.steps) for trial in todo}
+    show = Metrics(directory / "sweep")
+    try:
+        found = evaluate.measured(config, tasks, directory / "sweep", places, show, StopSignal()).figures["validation"]
+    finally:
+        show.close()
+    rates = {}
+    for name, by_rate in tried.items():
+        figures = {rate: found[trial.name][tasks[0].headline] for rate, trial in by_rate.items()}
+        best = min(figures, key=lambda rate: figures[rate].value)
+        edge = len(figures) > 1 and best in (min(figures), max(figures))
+        rates[name] = {"chosen": best, "perplexity": {f"{rate:g}": f.as_dict() for rate, f in figures.items()}, "edge": edge}
+        show.say(f"{name}: learning rate {best:g} of {', '.join(f'{rate:g}' for rate in figures)}")
+        for arm in (arm for arm in arms if arm.method == name):
+            arm.config.train.learning_rate = best
+            if arm.seed == by_rate[best].seed:
+                go_on_from(by_rate[best], arm)
+    return rates
+
+
+def go_on_from(trial: Arm, arm: Arm) -> None:
+    """A constant rate makes a trial the beginning of the run with its rate and seed, which then need not be trained again."""
+    if (
+        arm.directory.exists()
+        or arm.config.train.schedule != "constant"
+        or trial.config.train.steps > arm.config.train.steps
+    ):
+        return
+    half = arm.directory.with_name(f".{arm.name}.part")
+    shutil.rmtree(half, ignore_errors=True)
+    shutil.copytree(trial.directory, half)
+    os.replace(half, arm.directory)
+
+
+def curve_tasks(config: ConfigDict, tasks: Sequence[Task]) -> list[Task]:
+    """The tasks by which checkpoints along a run are judged; UserError for one that is not evaluated at all."""
+    wanted = [name.strip() for name in config.ablate.curve_tasks.split(",") if name.strip()]
+    if unknown := [name for name in wanted if name not in [task.name for task in tasks]]:
+        raise UserError(f"config.ablate.curve_tasks: {unknown[0]!r} is not in config.eval.tasks={config.eval.tasks!r}")
+    return [task for task in tasks if not wanted or task.name in wanted]
+
+
+def evaluated(
+    config: ConfigDict, tasks: Sequence[Task], arms: Sequence[Arm], directory: Path, show: Metrics
+) -> dict[str, dict[str, study.Verdicts]]:
+    """Verdicts by task and model: of all runs' ends, and in the curve's tasks also of their checkpoints on the way."""
+    ends, along = {}, {}
+    for arm in arms:
+        last = arm.config.train.steps if arm.marks else None
+        ends[arm.name] = evaluate.Place(arm.directory, last)
+        along |= {f"{arm.name}@{step}": evaluate.Place(arm.directory, step) for step in arm.marks if step != last}
+    stop, found = StopSignal(), {}
+    drawn = curve_tasks(config, tasks) if along else []
+    for part, places in ((drawn, ends | along), ([task for task in tasks if task not in drawn], ends)):
+        if part:
+            found |= evaluate.measured(config, part, directory, places, show, stop).verdicts
+    return {task.name: found[task.name] for task in tasks}
+
+
+def methods(arms: Sequence[Arm]) -> list[ablation.Method]:
+    """The arms' runs by method, in their order; loss and seconds are means over seeds."""
+    found = []
+    for name in dict.fromkeys(arm.method for arm in arms):
+        own = [arm for arm in arms if arm.method == name]
+        reports = [json.loads((arm.directory / "report.json").read_text(encoding="utf-8")) for arm in own]
+        losses = [loss_at(arm.directory / "metrics.jsonl", arm.config.train.steps) for arm in own]
+        first, train = own[0], own[0].config.train
+        found.append(
+            ablation.Method(
+                name,
+                first.config.adapter.name,
+                first.config.adapter.placement,
+                first.boundaries,
+                first.parameters,
+                train.steps,
+                float(train.learning_rate),
+                {arm.seed: arm.name for arm in own},
+                first.marks,
+                sum(losses) / len(own),
+                sum(r["wall_seconds"] for r in reports) / len(own),
+            )
         )
-    budget = makers.cal_budget(at(config, config.ablate.reference), spec)
-    arms = []
-    for name, folder in zip(wanted, folders, strict=True):
-        boundaries = placement.boundaries(name, spec.num_layers)
-        for seed in range(config.train.seed, config.train.seed + config.ablate.seeds):
-            arm = at(config, name)
-            arm.train.seed = seed
-            arm.data.token_dir = config.data.token_dir or str(directory / "tokens")
-            if config.ablate.match == "parameters":
-                size(arm, spec, len(boundaries), budget)
-            if config.data.prefix_cache != "off":
-                arm.data.prefix_dir = config.data.prefix_dir or str(directory / "prefix")
-                # so few layers are run sooner than their states are read
-                arm.data.prefix_cache = config.data.prefix_cache if boundaries[0] > spec.num_layers // 8 else "off"
-            count = trees.count(jax.eval_shape(Model(spec, makers.adapters(arm, spec)).init_adapters, jax.random.key(0)))
-            arms.append(Arm(name, seed, arm, directory / f"{folder}_s{seed}", boundaries, count))
-    return sorted(arms, key=lambda arm: (arm.boundaries[0], len(arm.boundaries), arm.seed))
-
-
-def at(config: ConfigDict, name: str) -> ConfigDict:
-    """A copy of the config that trains at one placement and leaves the evaluation to the ablation."""
-    found = copy.deepcopy(config)
-    found.adapter.placement = name
-    found.eval.after_training = ""
     return found
 
 
-def size(config: ConfigDict, spec: DecoderSpec, blocks: int, budget: int) -> None:
-    """Gives the blocks of a config the size with which all of them have `budget` parameters."""
-    made = cal.sized(makers.make_cal(config, spec).config, blocks, budget)
-    config.cal.num_heads, config.cal.num_kv_heads, config.cal.mlp_dim = made.num_heads, made.num_kv_heads, made.mlp_dim
+def loss_at(path: Path, step: int) -> float:
+    """The loss that a run logged at a step; the run may have gone on since."""
+    lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    return next(line["loss"] for line in lines if line["step"] == step)
 
 
-def is_finished(arm: Arm) -> bool:
-    """Whether an earlier command trained this very run to its end."""
-    try:
-        report = json.loads((arm.directory / "report.json").read_text(encoding="utf-8"))
-        config = json.loads((arm.directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    same = {group: fields for group, fields in as_dict(arm.config).items() if group not in ("eval", "ablate", "generate")}
-    return report.get("steps") == arm.config.train.steps and same.items() <= config.items()
+def cells_of(name: str, found: study.Findings) -> dict:
+    """A method's figures as report.json has them: {task: {cell: figure}}."""
+    return {task: {cell: f.as_dict() for cell, f in models[name].items()} for task, models in found.figures.items()}
 
 
-def names(arms: Sequence[Arm]) -> list[str]:
-    """The placements, in the arms' order."""
-    return list(dict.fromkeys(arm.placement for arm in arms))
-
-
-def by_placement(found: study.Findings, arms: Sequence[Arm], reference: str, seed: int) -> study.Findings:
-    """Seeds of a placement pooled; differences to the reference placement, and of that to the frozen model."""
-    merged = {}
-    for task, models in found.verdicts.items():
-        # the reference leads: its figures are report.json's "tasks"
-        order = sorted(names(arms), key=lambda name: name != reference)
-        merged[task] = {n: study.pooled([models[arm.name] for arm in arms if arm.placement == n]) for n in order}
-        # as often as there are seeds, so that differences pair like with like
-        merged[task][evaluate.FROZEN] = study.pooled([models[evaluate.FROZEN]] * len({arm.seed for arm in arms}))
-    others = [name for name in names(arms) if name != reference]
-    if len(others) == len(names(arms)):
-        pairs = [(name, evaluate.FROZEN) for name in others]
-    else:
-        pairs = [(name, reference) for name in others] + [(reference, evaluate.FROZEN)]
-    return study.findings(merged, pairs, seed)
-
-
-def row(arms: Sequence[Arm], name: str, merged: study.Findings) -> dict:
-    """What report.json says of one placement; loss and seconds are means over its seeds, "cells" are figures."""
-    own = [arm for arm in arms if arm.placement == name]
-    reports = [json.loads((arm.directory / "report.json").read_text(encoding="utf-8")) for arm in own]
-    return {
-        "placement": name,
-        "boundaries": list(own[0].boundaries),
-        "parameters": own[0].parameters,
-        "seeds": [arm.seed for arm in own],
-        "loss": sum(r["metrics"]["loss"] for r in reports) / len(own),
-        "wall_seconds": sum(r["wall_seconds"] for r in reports) / len(own),
-        "cells": {task: {cell: f.as_dict() for cell, f in models[name].items()} for task, models in merged.figures.items()},
-    }
-
-
-def shown(boundaries: Sequence[int]) -> str:
-    """26–30, or a list where they are not consecutive."""
-    low, high = boundaries[0], boundaries[-1]
-    if len(boundaries) > 1 and list(boundaries) == list(range(low, high + 1)):
-        return f"{low}–{high}"
-    return ", ".join(map(str, boundaries))
-
-
-def write_report(
-    config: ConfigDict, rows: list[dict], merged: study.Findings, tasks: Sequence[Task], directory: Path
-) -> str:
-    """Writes report.html; returns the main table for the terminal."""
-    report = Report("Placement of the adapter")
-    alike = {"width": "all blocks alike", "parameters": "all placements of one size"}[config.ablate.match]
-    report.text(
-        f"{config.adapter.name} on {config.backbone.source}: {config.train.steps} steps a run, {config.ablate.seeds} seeds a "
-        f"placement, {alike}. A boundary b lies after b decoder layers. Intervals are 95 %, over items; with several seeds an "
-        "item counts with all of its runs together."
+def about(config: ConfigDict, rates: dict[str, dict]) -> str:
+    """What the report says first."""
+    alike = {"width": "blocks as each arm has them", "parameters": f"all of {config.ablate.reference}'s size"}
+    text = (
+        f"{config.backbone.source}: {alike[config.ablate.match]}; schedule {config.train.schedule}. A boundary b lies after b "
+        "decoder layers. Intervals are 95 %, over items; with several seeds an item counts with all of its runs together, and "
+        "a difference is taken over the seeds that both arms have."
     )
-    order = [r["placement"] for r in rows]
-    main = {task.name: headline_cells(task, merged.figures[task.name]) for task in tasks}
-    columns = ["placement", "boundaries", "parameters", "loss", *(cell for cells in main.values() for cell in cells)]
-    lines = [
-        [r["placement"], shown(r["boundaries"]), f"{r['parameters']:,}", f"{r['loss']:.3f}"]
-        + [merged.figures[task][r["placement"]].get(cell) for task, cells in main.items() for cell in cells]
-        for r in rows
-    ]
-    frozen = [merged.figures[task][evaluate.FROZEN].get(cell) for task, cells in main.items() for cell in cells]
-    lines.append([evaluate.FROZEN, "", "0", "", *frozen])
-    report.table("Placements", columns, lines)
-    for task in tasks:
-        figures = merged.figures[task.name]
-        groups: dict[bool, list[str]] = {}
-        for cell in main[task.name]:
-            groups.setdefault(figures[order[0]][cell].percent, []).append(cell)
-        for percent, cells in groups.items():
-            series = {cell: [figures[name].get(cell) for name in (*order, evaluate.FROZEN)] for cell in cells}
-            title = f"{task.name}: {', '.join(cells)}"
-            report.plot(title, plots.bars([*order, evaluate.FROZEN], series, "" if percent else title))
-        report.table(f"{task.name}: all cells", ["cell", *figures], summary.rows(all_cells(figures), figures))
-        differences = merged.differences[task.name]
-        report.table(f"{task.name}: differences", ["cell", *differences], summary.rows(all_cells(figures), differences))
-    sizes = [Figure(1, r["parameters"] / 1e6, r["parameters"] / 1e6, r["parameters"] / 1e6) for r in rows]
-    report.plot("Trainable parameters", plots.bars(order, {"parameters": sizes}, "millions"))
-    report.write_html(directory / "report.html")
-    return text_table(columns, lines)
-
-
-def headline_cells(task: Task, figures: dict[str, dict[str, Figure]]) -> list[str]:
-    """The cells of the main table: the task's headline, and controls and answers where it has them."""
-    return [cell for cell in (task.headline, "controls", "answers") if cell in all_cells(figures)]
-
-
-def all_cells(figures: dict[str, dict[str, Figure]]) -> list[str]:
-    """The cells of all models, but for the finer ones, whose names have a slash."""
-    return list(dict.fromkeys(cell for cells in figures.values() for cell in cells if "/" not in cell))
+    for name, tried in rates.items():
+        found = ", ".join(f"{rate}: {figure['value']:.3f}" for rate, figure in tried["perplexity"].items())
+        text += f"\n\nLearning rate of {name}: {tried['chosen']:g}, by validation perplexity after "
+        text += f"{config.ablate.rate_steps} steps ({found})"
+        text += "; the best lies at the edge of what was tried." if tried["edge"] else "."
+    return text

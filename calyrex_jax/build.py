@@ -240,8 +240,8 @@ def _taken(stack: Tree, layer: int) -> jax.Array:
     return quantized.decoded(one, jnp.float32) if quantized.is_quantized(one) else one
 
 
-def restored(run: Run, workdir: Path, like: Tree) -> tuple[int, Tree]:
-    """(step, adapters) from the newest checkpoint of a run's directory; SVGT from its latest stage's best one.
+def restored(run: Run, workdir: Path, like: Tree, at: int | None = None) -> tuple[int, Tree]:
+    """(step, adapters) from a run's newest checkpoint, or the one of step `at`; SVGT from its latest stage's best one.
 
     Raises UserError where there is none, or where it was trained with another backbone, placement or block.
     """
@@ -251,7 +251,7 @@ def restored(run: Run, workdir: Path, like: Tree) -> tuple[int, Tree]:
         if saved is None or saved.latest_step() is None:
             missing = "stage of SVGT" if place is None else f"checkpoint in {place}"
             raise UserError(f"{workdir}: no finished {missing}; train there first or name another directory")
-        step, leaves = saved.restore_trainable(part)
+        step, leaves = saved.restore_trainable(part, None if "svgt" in part else at)
         found |= leaves
     return step, {name: found[name] for name in like}
 

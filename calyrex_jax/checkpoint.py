@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import preservation_policy as preserve
 
 from calyrex_jax.core import trees
 from calyrex_jax.core.errors import UserError
@@ -134,18 +135,23 @@ def _first_line(error: BaseException) -> str:
     return line.split(" [tensorstore_spec")[0][:240]  # a kilobyte of storage settings helps nobody
 
 
+def _kept(keep: int, steps: Sequence[int]) -> preserve.PreservationPolicy:
+    return preserve.AnyPreservationPolicy([preserve.LatestN(keep), preserve.CustomSteps(tuple(steps))])
+
+
 class Checkpoints:
     """The checkpoints of one run, newest last.
 
     directory  made where absent, unless keep is None
     keep       how many finished checkpoints stay; None: only reads, changes nothing
     config     the run's resolved config, saved with each checkpoint and compared on restore
+    keep_steps  steps whose checkpoints stay beside the newest `keep`
 
     An interrupted save is never seen, for a checkpoint counts once it was renamed into place; the first save clears it.
     Raises UserError for a directory that cannot be written.
     """
 
-    def __init__(self, directory: str | os.PathLike, keep: int | None, config: dict):
+    def __init__(self, directory: str | os.PathLike, keep: int | None, config: dict, keep_steps: Sequence[int] = ()):
         self.directory = Path(directory).expanduser().resolve()  # Orbax fails in the background on a relative path
         self.config = config
         self._manager: ocp.CheckpointManager | None = None
@@ -158,7 +164,7 @@ class Checkpoints:
                 if not os.access(self.directory, os.W_OK | os.X_OK):
                     raise PermissionError(13, "Permission denied")
             options = ocp.CheckpointManagerOptions(
-                max_to_keep=keep,
+                preservation_policy=None if reads else _kept(keep, keep_steps),
                 create=False,
                 read_only=reads,
                 cleanup_tmp_directories=not reads,
@@ -181,6 +187,10 @@ class Checkpoints:
     def latest_step(self) -> int | None:
         """The newest finished checkpoint's step, or None."""
         return None if self._manager is None else self._manager.latest_step()
+
+    def steps(self) -> list[int]:
+        """The steps of all finished checkpoints, ascending."""
+        return [] if self._manager is None else sorted(self._manager.all_steps())
 
     def save(self, step: int, trainable: Tree, opt_state: Tree, data_state: dict, force: bool = False) -> bool:
         """Starts saving in the background; the arrays may be donated at once. False where `step` is saved already.
@@ -248,26 +258,28 @@ class Checkpoints:
         step, found = self._restore_adapters(trainable, data=ocp.args.JsonRestore())
         return step, {name: found[ADAPTER + name] for name in trainable}, found["data"]
 
-    def restore_trainable(self, trainable: Tree) -> tuple[int, Tree]:
-        """(step, adapters) of the newest checkpoint: those named in `trainable`, though the run may have trained more.
+    def restore_trainable(self, trainable: Tree, step: int | None = None) -> tuple[int, Tree]:
+        """(step, adapters) of the newest checkpoint, or of `step`: those named in `trainable`, though the run may have more.
 
         Raises UserError where they were trained on another backbone or with other fields of their own.
         """
         fields = [field for name in trainable for field in PROPERTIES.get(name, (name,))]
-        changed = config_differences(self.saved_config(), self.config, (*BACKBONE_FIELDS, *fields))
+        changed = config_differences(self.saved_config(step), self.config, (*BACKBONE_FIELDS, *fields))
         if changed:
             raise UserError(f"checkpoint in {self.directory}: {'; '.join(changed)}; set it back to use these adapters")
-        step, found = self._restore_adapters(trainable)
+        step, found = self._restore_adapters(trainable, step)
         return step, {name: found[ADAPTER + name] for name in trainable}
 
-    def _restore_adapters(self, trainable: Tree, **others: ocp.args.CheckpointArgs) -> tuple[int, dict]:
-        self._match_adapters(trainable)
+    def _restore_adapters(
+        self, trainable: Tree, step: int | None = None, **others: ocp.args.CheckpointArgs
+    ) -> tuple[int, dict]:
+        step = self._newest() if step is None else step
+        self._match_adapters(trainable, step)
         items = {ADAPTER + name: ocp.args.StandardRestore(_abstract(tree)) for name, tree in trainable.items()}
-        return self._restore(None, **items, **others)
+        return self._restore(step, **items, **others)
 
-    def _match_adapters(self, trainable: Tree) -> None:
-        """UserError with every adapter, leaf and shape that the newest checkpoint has otherwise than `trainable`."""
-        step = self._newest()
+    def _match_adapters(self, trainable: Tree, step: int) -> None:
+        """UserError with every adapter, leaf and shape that the checkpoint of `step` has otherwise than `trainable`."""
         names = sorted(path.name.removeprefix(ADAPTER) for path in (self.directory / str(step)).glob(f"{ADAPTER}*"))
         lines = [f"it has no adapter {name} (it has {', '.join(names)})" for name in trainable if name not in names]
         for name in trainable:
@@ -276,7 +288,7 @@ class Checkpoints:
                 lines += trees.match({name: trainable[name]}, {name: stored}, "it")
         if lines:
             fields = SHAPE_FIELDS if set(trainable) <= set(names) else ("adapter.name", *SHAPE_FIELDS)
-            changed = config_differences(self.saved_config(), self.config, fields)
+            changed = config_differences(self.saved_config(step), self.config, fields)
             if changed:
                 raise UserError(
                     f"checkpoint of step {step} in {self.directory} does not fit the adapter of this config: "

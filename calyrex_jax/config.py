@@ -77,6 +77,7 @@ def default_config() -> ConfigDict:
     config.train.log_every = 10
     config.train.save_every = 100
     config.train.keep = 3
+    config.train.keep_steps = ""  # "150,300": checkpoints of these steps are made and stay beside the newest `keep`
     config.train.max_skipped = 5  # non-finite steps in a row after which the run stops
     config.train.reset_optimizer = False
 
@@ -105,13 +106,23 @@ def default_config() -> ConfigDict:
     config.eval.batch_size = 32
     config.eval.batch_tokens = 32768  # a batch at most, so that long conversations get fewer rows
     config.eval.limit = 0  # items to use, spread over all cells; 0 is all of them
+    config.eval.limits = ""  # "turns=50,rules=0": other limits of single tasks
+    config.eval.far_limit = (
+        0  # long_context, conflict, preference: items beyond 1000 tokens or 16 shots; 0: as many as limit
+    )
     config.eval.seed = 0  # of the bootstrap, and of what tasks draw
 
     config.ablate = ConfigDict()
     config.ablate.placements = ""  # --mode=ablate: presets or boundaries joined by ";"; "" is all eight presets
-    config.ablate.seeds = 1  # runs a placement, with train.seed, train.seed + 1, …
-    config.ablate.match = "width"  # every block alike; or parameters: blocks so wide that all placements are of one size
-    config.ablate.reference = "late8th"  # what the others are compared with, and whose size they match
+    config.ablate.arms = ""  # instead of placements: "cal: ; all: cal.keys_from=all, train.learning_rate=1e-3; …"
+    config.ablate.seeds = 1  # runs an arm, with train.seed, train.seed + 1, …
+    config.ablate.match = "width"  # every block alike; or parameters: blocks so wide that all arms are of one size
+    config.ablate.reference = "late8th"  # placement or arm that the others are compared with, and whose size they match
+    config.ablate.curve = ""  # "150,300,600": steps at which a run's checkpoints are evaluated, beside its end
+    config.ablate.curve_tasks = ""  # the tasks of eval.tasks that do so; "": all of them
+    config.ablate.rates = ""  # "3e-4,1e-3,3e-3": learning rates that every arm tries; the best by task `validation` is kept
+    config.ablate.rate_steps = 300  # of a trial
+    config.ablate.primary = ""  # "rules: controls; …": the cells that the report shows first; "": each task's headline
 
     config.analyze = ConfigDict()
     config.analyze.rules = (
@@ -162,7 +173,8 @@ def _adapter_fields(config: ConfigDict) -> None:
     config.cal.init = "random"  # or layer: W_Q, W_K, W_V and the norm start from the frozen layer behind each boundary
     config.cal.num_heads = 0  # 0: the backbone's query heads
     config.cal.num_kv_heads = 0  # 0: the backbone's key/value heads
-    config.cal.mlp_dim = 0  # 0: half the model width, rounded down to a multiple of 128
+    config.cal.mlp_dim = 0  # 0: half the model width, rounded down to a multiple of 128; -1: attention alone
+    config.cal.qk_norm = False  # queries and keys normed head by head
 
     config.parallel_mlp = ConfigDict()
     config.parallel_mlp.mlp_dim = 0  # 0: as many parameters as CAL would have with this placement and these cal fields
@@ -279,7 +291,7 @@ def check(config: ConfigDict) -> None:
     positive = ("data.max_length", "train.steps", "train.batch_size", "train.accumulate", "train.loss_chunk")
     positive += ("train.log_every", "train.save_every", "train.keep", "train.max_skipped")
     positive += ("generate.max_new_tokens", "generate.batch_size", "eval.max_new_tokens", "eval.batch_size")
-    positive += ("eval.batch_tokens", "eval.turns", "eval.long_max_new_tokens", "ablate.seeds")
+    positive += ("eval.batch_tokens", "eval.turns", "eval.long_max_new_tokens", "ablate.seeds", "ablate.rate_steps")
     positive += ("plan.prefill_batch", "plan.prefill_length", "plan.decode_batch", "plan.decode_context")
     for field in positive:
         group, name = field.split(".")

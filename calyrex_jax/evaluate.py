@@ -10,7 +10,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -37,6 +37,14 @@ from calyrex_jax.train import Interrupted, StopSignal
 FROZEN = "frozen"
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a trained adapter lies: a run's directory, and the step of its checkpoint, None for the newest."""
+
+    directory: Path
+    step: int | None = None
+
+
 def evaluate(config: ConfigDict, workdir: str) -> int:
     """Runs config.eval.tasks for all models; returns the exit status."""
     check(config)
@@ -58,9 +66,9 @@ def evaluate(config: ConfigDict, workdir: str) -> int:
 
 
 def measured(
-    config: ConfigDict, tasks: Sequence[Task], directory: Path, places: dict[str, Path], show: Metrics, stop: StopSignal
+    config: ConfigDict, tasks: Sequence[Task], directory: Path, places: dict[str, Place], show: Metrics, stop: StopSignal
 ) -> study.Findings:
-    """The tasks for the run's own adapters, those of `places` ({name: a run's directory}) and the frozen backbone."""
+    """The tasks for the run's own adapters, those of `places` by name, and the frozen backbone."""
     run = build.open_run(config)
     others = compared_runs(run, places)
     judges = {s.path: saved_run(run, s.path, f"config.eval.scorer: svgt:{s.path}") for s in value_scorers(tasks)}
@@ -78,6 +86,8 @@ def task_settings(config: ConfigDict) -> registry.Settings:
     e = config.eval
     return registry.Settings(
         limit=e.limit,
+        far_limit=e.far_limit,
+        limits=registry.parse_limits(e.limits, e.tasks),
         seed=e.seed,
         new_tokens=e.max_new_tokens,
         long_new_tokens=e.long_max_new_tokens,
@@ -100,39 +110,44 @@ def kept_report(path: Path) -> dict:
     return found if isinstance(found, dict) else {}
 
 
-def parse_compare(compare: str) -> dict[str, Path]:
-    """config.eval.compare, "NAME=DIR,…", as {name: directory}; UserError where it is not understood."""
-    found: dict[str, Path] = {}
+def parse_compare(compare: str) -> dict[str, Place]:
+    """config.eval.compare, "NAME=DIR,…", as {name: place}; UserError where it is not understood."""
+    found: dict[str, Place] = {}
     for entry in filter(None, (part.strip() for part in compare.split(","))):
         name, _, place = entry.partition("=")
         if not name or not place or name in found or name == FROZEN or not name.replace("_", "").replace("-", "").isalnum():
             raise UserError(
                 f"config.eval.compare: {entry!r} is not understood; write NAME=DIR,NAME=DIR with different names, none of them {FROZEN}"
             )
-        found[name] = Path(place).expanduser().resolve()
+        found[name] = Place(Path(place).expanduser().resolve())
     return found
 
 
-def compared_runs(run: build.Run, places: dict[str, Path]) -> dict[str, tuple[build.Run, Path]]:
-    """{name: (the run with that directory's adapters, directory)}.
+def compared_runs(run: build.Run, places: dict[str, Place]) -> dict[str, tuple[build.Run, Place]]:
+    """{name: (the run with that directory's adapters, their place)}.
 
     The adapter's name, placement and settings are those that the directory's newest checkpoint was trained with; the
     backbone must be this run's. Raises UserError where there is no checkpoint or it belongs to another backbone.
     """
     return {
-        name: (saved_run(run, directory, f"config.eval.compare: {name}={directory}"), directory)
-        for name, directory in places.items()
+        name: (saved_run(run, place.directory, f"config.eval.compare: {name}={place.directory}", place.step), place)
+        for name, place in places.items()
     }
 
 
-def saved_run(run: build.Run, place: str | Path, where: str) -> build.Run:
-    """`run` with the adapters of another directory's newest checkpoint, as `compared_runs` has them."""
+def saved_run(run: build.Run, place: str | Path, where: str, step: int | None = None) -> build.Run:
+    """`run` with the adapters of another directory's newest checkpoint, or of `step`, as `compared_runs` has them."""
     directory = Path(place).expanduser().resolve()
     stage = build.latest_stage(directory)
     saved = checkpoint.Checkpoints(stage or directory / "checkpoints", keep=None, config=as_dict(run.config))
     if saved.latest_step() is None:
         raise UserError(f"{where}: no finished checkpoint in {directory / 'checkpoints'}; train there or name another run")
-    theirs = saved.saved_config()
+    if step is not None and step not in saved.steps():
+        raise UserError(
+            f"{where}: its checkpoint of step {step} is gone (it has {', '.join(map(str, saved.steps()))}); "
+            f"delete {directory} to train it again"
+        )
+    theirs = saved.saved_config(step)
     if changed := checkpoint.config_differences(theirs, as_dict(run.config), checkpoint.BACKBONE_FIELDS):
         raise UserError(f"{where} was trained for another backbone: {'; '.join(changed)}; name a run of this backbone")
     return with_adapters_of(run, theirs, where)
@@ -178,20 +193,20 @@ def with_adapters_of(run: build.Run, theirs: dict, where: str) -> build.Run:
 
 
 def make_subjects(
-    run: build.Run, directory: Path, others: dict[str, tuple[build.Run, Path]], reader: ChatReader, backbone: Tree
+    run: build.Run, directory: Path, others: dict[str, tuple[build.Run, Place]], reader: ChatReader, backbone: Tree
 ) -> list[study.Subject]:
     """The models under test, the frozen one last."""
     models: dict[str, tuple[build.Run, Tree]] = {}
     parts = [part.name for part in run.model.parts]
-    if parts and directory not in [place for _, place in others.values()]:
+    if parts and directory not in [place.directory for _, place in others.values()]:
         if others and not build.is_trained(run, directory) and not run.config.adapter.init_from:
             print(f"no checkpoint in {directory}; comparing {', '.join(others)} alone", file=sys.stderr, flush=True)
         else:
             name = "+".join(parts)
             models["this_run" if name in others else name] = run, build.trained_adapters(run, directory)
     for name, (other, place) in others.items():
-        step, tree = build.restored(other, place, build.fresh_adapters(other))
-        print(f"{name}: checkpoint of step {step} in {place}", file=sys.stderr, flush=True)
+        step, tree = build.restored(other, place.directory, build.fresh_adapters(other), place.step)
+        print(f"{name}: checkpoint of step {step} in {place.directory}", file=sys.stderr, flush=True)
         models[name] = other, tree
     # fresh adapters are the backbone bit for bit, and share the compiled programs of the trained ones; guidance is not
     first, tree = next(iter(models.values()), (run, {}))

@@ -48,12 +48,13 @@ def make_cal(config: ConfigDict, spec: DecoderSpec) -> cal.Cal:
         num_heads=config.cal.num_heads or spec.num_heads,
         num_kv_heads=config.cal.num_kv_heads or spec.num_kv_heads,
         head_dim=spec.head_dim,
-        mlp_dim=config.cal.mlp_dim or cal.default_mlp_dim(spec.embed_dim),
+        mlp_dim=0 if config.cal.mlp_dim == -1 else config.cal.mlp_dim or cal.default_mlp_dim(spec.embed_dim),
         norm_eps=spec.norm_eps,
         keys=config.cal.keys_from,
         gate_mlp_by_span=config.cal.gate_mlp_by_span,
         copy=config.cal.copying,
         rope_theta=config.cal.rope_theta if config.cal.rope else None,
+        qk_norm=config.cal.qk_norm,
     )
     return cal.Cal(block, placement.boundaries(config.adapter.placement, spec.num_layers))
 

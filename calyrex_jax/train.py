@@ -29,6 +29,7 @@ from calyrex_jax.data import chat, corpus, parts, pipeline
 from calyrex_jax.data.prefix_store import PrefixStore
 from calyrex_jax.evals import quickstart
 from calyrex_jax.evals.report import write_json
+from calyrex_jax.evals.tasks.api import numbers
 from calyrex_jax.makers import FITTED
 from calyrex_jax.metrics import QUIET_SECONDS, Metrics, peak_memory
 from calyrex_jax.sharding.processes import row_group
@@ -77,6 +78,7 @@ def train(config: ConfigDict, workdir: str) -> int:
     """Runs or resumes a training run; returns the exit status."""
     check(config)
     build.optimizer_config(config)  # refuses bad values before anything is read
+    keep_steps(config)
     if jax.process_count() > 1 and config.eval.after_training:
         raise UserError(
             f"config.eval.after_training={config.eval.after_training}: evaluation serves one process; set it to '' here and "
@@ -99,6 +101,12 @@ def train(config: ConfigDict, workdir: str) -> int:
         return say_interrupted(signalled)
     finally:
         show.close()
+
+
+def keep_steps(config: ConfigDict) -> tuple[int, ...]:
+    """The steps of config.train.keep_steps, ascending; UserError where it is no list of numbers."""
+    text = config.train.keep_steps
+    return numbers(text, "config.train.keep_steps", 1, 10**9) if text else ()
 
 
 def say_interrupted(signalled: Interrupted) -> int:
@@ -159,7 +167,8 @@ def _train(
     # The data, and where an earlier run of this directory left off.
     store = open_prefix_store(run, directory, examples)
     batches = make_batches(run, examples, store)
-    saved = checkpoint.Checkpoints(directory / "checkpoints", keep=config.train.keep, config=as_dict(config))
+    kept = keep_steps(config)
+    saved = checkpoint.Checkpoints(directory / "checkpoints", config.train.keep, as_dict(config), kept)
     seconds_before = 0.0
     if saved.latest_step() is not None:
         state, data_state = restore(saved, state, config.train.reset_optimizer)
@@ -205,7 +214,7 @@ def _train(
             if step % config.train.log_every == 0 or step == config.train.steps:
                 show.log(step, meter.flush() | {"learning_rate": float(rate(step - 1)), "epoch": info.epoch})
             stop.agree(step)
-            if step % config.train.save_every == 0 or step == config.train.steps or stop.status:
+            if step % config.train.save_every == 0 or step in (*kept, config.train.steps) or stop.status:
                 save(wait=bool(stop.status))
             stop.check()
     batches.close()

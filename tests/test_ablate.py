@@ -1,4 +1,7 @@
-"""--mode=ablate on a tiny model: every placement trained, resumed, evaluated and compared; the plan's sizes and refusals."""
+"""--mode=ablate on a tiny model: every placement trained, resumed, evaluated and compared; the plan's sizes and refusals.
+
+Arms, learning curves and the sweep of rates are in test_arms.py.
+"""
 
 import json
 
@@ -6,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from calyrex_jax import ablate, build, makers, train
+from calyrex_jax import ablate, arms, build, makers, train
 from calyrex_jax.adapters import cal
 from calyrex_jax.backbones import named
 from calyrex_jax.backbones.spec import DecoderSpec
@@ -83,7 +86,7 @@ def cell_of(score):
 
 
 def test_equal_parameters(place):
-    found = ablate.plan(config_of(place, ablate__match="parameters", cal__mlp_dim=0), spec_of(place), place / "nowhere")
+    found = arms.plan(config_of(place, ablate__match="parameters", cal__mlp_dim=0), spec_of(place), place / "nowhere")
     sizes = {arm.name: arm.parameters for arm in found}
     assert abs(sizes["1-2_s0"] / sizes["last_s0"] - 1) < 0.02, sizes
     assert [arm.name for arm in found] == ["1-2_s0", "1-2_s1", "last_s0", "last_s1"]
@@ -101,10 +104,10 @@ def test_every_preset_matches_the_reference(model, copying, tmp_path):
     config = default_config()
     config.ablate.match = "parameters"
     config.cal.copying = copying
-    arms = ablate.plan(config, spec, tmp_path)
-    assert len(arms) == 8
+    found = arms.plan(config, spec, tmp_path)
+    assert len(found) == 8
     budget = makers.cal_budget(config, spec)
-    for arm in arms:
+    for arm in found:
         assert abs(arm.parameters / budget - 1) < 0.01, (arm.name, arm.parameters, budget)
 
 

@@ -353,3 +353,16 @@ def test_a_kill_during_a_save_leaves_the_last_committed_step(tmp_path, when):
     saved.close()
     assert {path.name for path in tmp_path.iterdir()} == {str(n) for n in range(1, step + 2)}  # the half is gone
     assert Checkpoints(tmp_path, None, {}).latest_step() == step + 1
+
+
+def test_chosen_steps_stay_beside_the_newest(tmp_path):
+    saved = Checkpoints(tmp_path / "kept", 1, {}, keep_steps=(2, 5))
+    for step in range(1, 8):
+        saved.save(step, {"cal": {"w": np.full(2, step, np.float32)}}, {"m": np.zeros(1)}, {}, force=True)
+    saved.close()
+    found = Checkpoints(tmp_path / "kept", None, {})
+    assert found.steps() == [2, 5, 7]
+    for step, wanted in ((2, 2), (5, 5), (None, 7)):
+        at, tree = found.restore_trainable({"cal": {"w": np.zeros(2, np.float32)}}, step)
+        assert at == wanted
+        np.testing.assert_array_equal(tree["cal"]["w"], [wanted, wanted])

@@ -42,6 +42,8 @@ class CalConfig:
     gate_mlp_by_span  a position that sees no span position passes unchanged, so that no system prompt means no change
     copy              the path that points at tokens of the span
     rope_theta        None: positions do not matter, anchoring does not fade with distance; else the rotary base
+    qk_norm           queries and keys are normed head by head before they meet (Henry et al., arXiv 2010.04245)
+    mlp_dim           0: attention alone
     """
 
     embed_dim: int
@@ -54,12 +56,13 @@ class CalConfig:
     gate_mlp_by_span: bool = True
     copy: bool = False
     rope_theta: float | None = None
+    qk_norm: bool = False
 
     def __post_init__(self):
         if self.keys not in ("span", "all"):
             raise UserError(f"cal.keys_from: {self.keys!r} is not known; use 'span' or 'all'")
-        if self.mlp_dim < 1:
-            raise UserError(f"cal.mlp_dim: {self.mlp_dim} leaves no mlp; use at least 1")
+        if self.mlp_dim < 0:
+            raise UserError(f"cal.mlp_dim: an mlp cannot be {self.mlp_dim} wide; use at least 1, or 0 for attention alone")
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"cal.num_heads: {self.num_heads} query heads do not divide into groups of {self.num_kv_heads} key/value heads "
@@ -76,7 +79,7 @@ def sized(config: CalConfig, blocks: int, budget: int) -> CalConfig:
     (about what a block of default size has); the mlp's width takes the rest. UserError where nothing is left for it.
     """
     d, h, groups = config.embed_dim, config.head_dim, config.num_heads // config.num_kv_heads
-    norms = 2 * d + (d if config.copy else 0)
+    norms = 2 * d + (d if config.copy else 0) + (2 * h if config.qk_norm else 0)
     layouts = [(k * groups, k) for k in range(config.num_kv_heads, 0, -1)] + [(n, 1) for n in range(groups - 1, 0, -1)]
     block = budget / blocks
 
@@ -126,7 +129,12 @@ class CalBlock(nn.Module):
         if c.copy:
             self.w_copy = self.param("w_copy", nn.initializers.zeros, (d, n))
             self.copy_scale = self.param("copy_scale", nn.initializers.ones, (d,))
+        if c.qk_norm:
+            self.q_norm = self.param("q_norm", nn.initializers.ones, (h,))
+            self.k_norm = self.param("k_norm", nn.initializers.ones, (h,))
         self.w_o = self.param("w_o", nn.initializers.zeros, (n, h, d))
+        if not f:
+            return
         self.mlp_norm = self.param("mlp_norm", nn.initializers.ones, (d,))
         self.w_gate = self.param("w_gate", fan_in(), (d, f))
         self.w_up = self.param("w_up", fan_in(), (d, f))
@@ -136,6 +144,8 @@ class CalBlock(nn.Module):
         """[B, S, D] -> keys and values [B, S, K, H]."""
         normed = _rms_norm(x, self.attn_norm, self.config.norm_eps)
         k, v = matmul(normed, self.w_k), matmul(normed, self.w_v)
+        if self.config.qk_norm:
+            k = _rms_norm(k, self.k_norm, self.config.norm_eps)
         if self.config.rope_theta is not None:
             k = _rotate(k, positions, self.config.rope_theta)
         return k, v
@@ -144,6 +154,8 @@ class CalBlock(nn.Module):
         """[B, T, D] -> queries [B, T, N, H], scaled, and the normed x that they are made of."""
         normed = _rms_norm(x, self.attn_norm, self.config.norm_eps)
         q = matmul(normed, self.w_q)
+        if self.config.qk_norm:
+            q = _rms_norm(q, self.q_norm, self.config.norm_eps)
         if self.config.rope_theta is not None:
             q = _rotate(q, positions, self.config.rope_theta)
         return q * self.config.head_dim**-0.5, normed
@@ -165,10 +177,11 @@ class CalBlock(nn.Module):
                 # eps: the root's slope at zero, where a row is padding, is infinite
                 size = jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True) + self.config.norm_eps)
                 out = out + (size * (pointed @ rows)).astype(x.dtype)
-        normed = _rms_norm(out, self.mlp_norm, self.config.norm_eps)
-        # float32 between the maps: on CPUs an activation of bfloat16 numbers takes twice as long
-        inner = jax.nn.silu(matmul(normed, self.w_gate).astype(jnp.float32)) * matmul(normed, self.w_up)
-        out = out + matmul(inner.astype(out.dtype), self.w_down)
+        if self.config.mlp_dim:
+            normed = _rms_norm(out, self.mlp_norm, self.config.norm_eps)
+            # float32 between the maps: on CPUs an activation of bfloat16 numbers takes twice as long
+            inner = jax.nn.silu(matmul(normed, self.w_gate).astype(jnp.float32)) * matmul(normed, self.w_up)
+            out = out + matmul(inner.astype(out.dtype), self.w_down)
         return jnp.where(sees_span[..., None], out, x) if self.config.gate_mlp_by_span else out
 
 

@@ -1,4 +1,4 @@
-"""Makes assets/answers.jsonl, the frozen model's own replies. Run once, in four steps:
+"""Makes assets/answers.jsonl and held_out.jsonl, the frozen model's own replies. Run once, in four steps:
 
     python -m calyrex_jax.data.rules_answers --write-prompts=DIR
     python -m calyrex_jax.main --config=configs/quickstart.py --workdir=EMPTY --mode=generate --input=DIR/questions.jsonl \\
@@ -6,6 +6,8 @@
     python -m calyrex_jax.main --config=configs/quickstart.py --workdir=EMPTY --mode=generate --input=DIR/controls.jsonl \\
         --output=DIR/controlled.jsonl --config.generate.max_new_tokens=112 --config.generate.temperature=1.0
     python -m calyrex_jax.data.rules_answers --from-completions=DIR/answered.jsonl,DIR/controlled.jsonl
+
+held_out.jsonl is made of DIR/held_out.jsonl as the questions are, with 48 new tokens and --answers naming the file to write.
 
 A workdir without a checkpoint runs the adapter as initialised, which is the frozen model bit for bit. Questions are answered
 greedily, to have the model's best answer. Controls are sampled at temperature 1: cross-entropy on samples from the frozen
@@ -24,15 +26,17 @@ from calyrex_jax.data.rules import control_prompts
 from calyrex_jax.data.rules_checks import is_answered
 from calyrex_jax.data.rules_questions import ASSETS, questions
 
-_PROMPTS = flags.DEFINE_string("write-prompts", None, "Directory to write questions.jsonl and controls.jsonl to.")
-_COMPLETIONS = flags.DEFINE_list("from-completions", None, "Outputs of --mode=generate for those two files.")
+_PROMPTS = flags.DEFINE_string(
+    "write-prompts", None, "Directory to write questions.jsonl, held_out.jsonl and controls.jsonl to."
+)
+_COMPLETIONS = flags.DEFINE_list("from-completions", None, "Outputs of --mode=generate for those files.")
 _ANSWERS = flags.DEFINE_string("answers", str(ASSETS / "answers.jsonl"), "File to write the replies that are kept to.")
 
 
 def prompts() -> dict[str, list[dict]]:
-    """All prompts to be answered by the frozen model, by file name: every training question alone, and the controls."""
-    asked = [question.prompt for question in questions() if question.split == "train"]
-    return {"questions": asked, "controls": list(control_prompts())}
+    """All prompts to be answered by the frozen model, by file name: every question alone, by split, and the controls."""
+    asked, held_out = ([q.prompt for q in questions() if q.split == split] for split in ("train", "test"))
+    return {"questions": asked, "held_out": held_out, "controls": list(control_prompts())}
 
 
 def kept(rows: Iterable[dict]) -> list[dict]:

@@ -1,4 +1,4 @@
-"""Questions with known answers (assets/facts.jsonl) and the frozen model's own replies (assets/answers.jsonl)."""
+"""Questions with known answers (assets/facts.jsonl) and the frozen model's own replies (assets/answers.jsonl, held_out.jsonl)."""
 
 import functools
 import hashlib
@@ -80,3 +80,9 @@ def questions() -> tuple[Question, ...]:
 def frozen_replies() -> dict[str, str]:
     """Prompt id -> what the frozen model said to it (see rules_answers.py); of questions only what was found right."""
     return {row["id"]: row["reply"] for row in read_asset("answers.jsonl")}
+
+
+@functools.cache
+def held_out_replies() -> dict[str, str]:
+    """The same of the held-out questions, for evaluation alone."""
+    return {row["id"]: row["reply"] for row in read_asset("held_out.jsonl")}

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from calyrex_jax.data.rules_checks import Constraint, follows, holds, is_answered
-from calyrex_jax.data.rules_questions import Question, frozen_replies
+from calyrex_jax.data.rules_questions import Question, frozen_replies, held_out_replies
 
 _LONGEST_SENTENCE = 16  # words; a longer sentence makes a poor pattern
 _NUMERIC = ("sum", "legs")
@@ -20,7 +20,16 @@ def sentence(question: Question) -> str | None:
 
     sentence(capital_of_peru)  # "The capital of Peru is Lima."
     """
-    reply = frozen_replies().get(question.prompt["id"])
+    return _first(frozen_replies().get(question.prompt["id"]), question)
+
+
+@functools.cache
+def held_out_sentence(question: Question) -> str | None:
+    """The same of a held-out question, for which training has no reply: what a model says that heeds no rule."""
+    return _first(held_out_replies().get(question.prompt["id"]), question)
+
+
+def _first(reply: str | None, question: Question) -> str | None:
     if reply is None:
         return None
     first = re.split(r"(?<=[.!?])\s", reply.strip(), maxsplit=1)[0]
@@ -85,12 +94,14 @@ def _styled(constraints: Sequence[Constraint], question: Question, base: str) ->
     return text
 
 
-def obey(constraints: Sequence[Constraint], question: Question) -> str | None:
+def obey(constraints: Sequence[Constraint], question: Question, base: str | None = None) -> str | None:
     """The reply that follows the constraints and answers the question, or None where there is no such reply.
+
+    It is made of `base`, by default `sentence(question)`.
 
     obey([Constraint("begin", "kiwi"), Constraint("upper")], capital_of_peru)  # "KIWI. THE CAPITAL OF PERU IS LIMA."
     """
-    base = sentence(question)
+    base = sentence(question) if base is None else base
     if base is None:
         # Bullets are made from the list itself, so the frozen model's own sentence is not needed for them.
         if not any(constraint.kind == "bullets" for constraint in constraints):

@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from calyrex_jax.core.types import Tree, bucket
 from calyrex_jax.data import chat
 from calyrex_jax.data.tokenizer import Tokenizer
-from calyrex_jax.evals.tasks.api import Answer, Messages, Scored
+from calyrex_jax.evals.tasks.api import Answer, Messages, Pair, Scored
 from calyrex_jax.generate import loop, score
+from calyrex_jax.generate.continuations import Prompt, compared_choices
 from calyrex_jax.model import Model
 
 
@@ -79,6 +82,11 @@ class ModelAsk:
             for index, logprobs in zip(chosen, scored):
                 yield index, Scored(examples[index].tokens, logprobs, examples[index].targets)
 
+    def prefer(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, tuple[float, float]]]:
+        """(index, log-probabilities of the first tokens in which a pair's conversations differ) in the order made."""
+        for index, found in prefer_together({"": self}, pairs):
+            yield index, found[""]
+
     def options(self, rows: int, max_new_tokens: int) -> dict[str, Any]:
         """What `loop.stream` and `loop.stream_compare` are told alike."""
         tokenizer = self.reader.tokenizer
@@ -140,3 +148,35 @@ def rows_for(length: int, batch_size: int, batch_tokens: int) -> int:
     """
     allowed = max(batch_tokens // bucket(length), 1)
     return batch_size if allowed >= batch_size else 1 << (allowed.bit_length() - 1)
+
+
+def prefer_together(
+    asks: Mapping[str, ModelAsk], pairs: Sequence[Pair]
+) -> Iterator[tuple[int, dict[str, tuple[float, float]]]]:
+    """(index, {name: what `ModelAsk.prefer` gives}) of models whose adapters begin at one boundary: each context read once."""
+    first = next(iter(asks.values()))
+    parted = [_parting(first.reader, *pair) for pair in pairs]
+    subjects = {name: (ask.model, ask.params["adapters"]) for name, ask in asks.items()}
+    for rows, chosen in first.batches([len(context.tokens) for context, _ in parted], 0):
+        found = compared_choices(
+            subjects,
+            first.params["backbone"],
+            [parted[index][0] for index in chosen],
+            [parted[index][1] for index in chosen],
+            pad_id=first.reader.tokenizer.pad_id,
+            batch_size=rows,
+            progress=first.progress(),
+        )
+        for at, by_name in found:
+            yield chosen[at], {name: (float(lines[0]), float(lines[1])) for name, (lines, _) in by_name.items()}
+
+
+def _parting(reader: ChatReader, left: Messages, right: Messages) -> tuple[Prompt, tuple[int, int]]:
+    """What two conversations share from the start, and the first token of each thereafter."""
+    a, b = (reader.encode(messages, for_generation=False) for messages in (left, right))
+    size = min(len(a.tokens), len(b.tokens))
+    differs = np.flatnonzero(a.tokens[:size] != b.tokens[:size])
+    if not len(differs):
+        raise ValueError("one of the two conversations is the beginning of the other")
+    at = int(differs[0])
+    return Prompt(a.tokens[:at], a.system[:at]), (int(a.tokens[at]), int(b.tokens[at]))

@@ -23,7 +23,7 @@ from calyrex_jax.evals.tasks.api import Item, Score, Task, Verdict
 
 VERSION = 1  # of what a verdict depends on beside the key's contents: raise it when a checker changes
 # settings that choose among items and change none of them
-_CHOOSING = frozenset({"limit"})
+_CHOOSING = frozenset({"limit", "far_limit"})
 
 
 def verdict_key(task: Task, item: Item, model: str) -> str:

@@ -141,6 +141,20 @@ def perplexity(logprobs: Sequence[float] | np.ndarray, tokens: Sequence[int] | n
     return Figure(figure.n, *(float(np.exp(x)) for x in (figure.value, figure.low, figure.high)))
 
 
+def first_reached(at: Sequence[float], values: Sequence[float], level: float) -> float | None:
+    """Where straight lines through (at, values) first reach a level from below; None where they never do.
+
+    >>> first_reached([100, 200, 400], [0.5, 0.8, 1.0], 0.9)
+    300.0
+    """
+    before = None
+    for x, value in zip(at, values, strict=True):
+        if value >= level:
+            return float(x) if before is None else before[0] + (x - before[0]) * (level - before[1]) / (value - before[1])
+        before = x, value
+    return None
+
+
 def _bootstrap(numerators: np.ndarray, denominators: np.ndarray, *, seed: int, percent: bool) -> Figure:
     """Ratio of sums over items, [n] and [n], with its percentile interval over resampled items."""
     n = len(numerators)

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from calyrex_jax.evals import stats
-from calyrex_jax.evals.ask import generate_together
+from calyrex_jax.evals.ask import generate_together, prefer_together
 from calyrex_jax.evals.journal import Journal, verdict_key
 from calyrex_jax.evals.stats import Figure
-from calyrex_jax.evals.tasks.api import Ask, Item, Score, Task, Verdict, verdict_on
+from calyrex_jax.evals.tasks.api import Ask, Item, Score, Task, Verdict, verdict_on, verdict_on_pair
 from calyrex_jax.metrics import Metrics
 
 Verdicts = dict[str, Verdict]  # by item
@@ -135,7 +135,7 @@ def _groups(task: Task, parts: Sequence[_Part]) -> list[tuple[list[_Part], list[
     """What is run in one go: parts that lack the same items and share layers, if the task asks once; else each alone."""
     groups: dict[tuple, list[_Part]] = {}
     for number, part in enumerate(parts):
-        together = hasattr(task, "judge") and part.subject.shares is not None
+        together = (hasattr(task, "judge") or hasattr(task, "pair")) and part.subject.shares is not None
         key = (part.subject.shares, tuple(item.id for item in part.missing)) if together else (number,)
         groups.setdefault(key, []).append(part)
     return [(group, group[0].missing) for group in groups.values() if group[0].missing]
@@ -146,6 +146,11 @@ def _run(task: Task, group: Sequence[_Part], missing: Sequence[Item], advance: C
     asks = {part.subject.name: part.subject.ask(advance) for part in group}
     if len(group) == 1:
         yield from ((group[0], verdict) for verdict in task.run(asks[group[0].subject.name], missing))
+        return
+    if hasattr(task, "pair"):
+        for index, logprobs in prefer_together(asks, [task.pair(item) for item in missing]):
+            for part in group:
+                yield part, verdict_on_pair(task, missing[index], logprobs[part.subject.name])
         return
     for index, answers in generate_together(asks, [item.messages for item in missing], task.new_tokens):
         for part in group:

@@ -25,7 +25,10 @@ def as_json(found: Findings, tasks: Sequence[Task]) -> dict:
     compare  {"b - a": {TASK: …}}: paired differences on the same items; for a perplexity the ratio b / a
     """
     names = _models(found)
-    models = {name: {task.name: _one(task, found.figures[task.name][name]) for task in tasks} for name in names}
+    given = found.figures  # not every model need be in every task
+    models = {
+        name: {task.name: _one(task, given[task.name][name]) for task in tasks if name in given[task.name]} for name in names
+    }
     pairs = dict.fromkeys(pair for differences in found.differences.values() for pair in differences)
     compare = {pair: {task.name: _one(task, found.differences[task.name].get(pair, {})) for task in tasks} for pair in pairs}
     return {"tasks": models[names[0]], "model": names[0], "models": models, "compare": compare}
@@ -92,7 +95,7 @@ def trajectories(verdicts: Mapping[str, Verdicts]) -> dict[str, list[tuple[float
 
 
 def _models(found: Findings) -> list[str]:
-    return list(next(iter(found.figures.values())))
+    return list(dict.fromkeys(name for models in found.figures.values() for name in models))
 
 
 def _parted(cells: Iterable[str]) -> tuple[list[str], list[str]]:

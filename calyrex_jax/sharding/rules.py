@@ -37,7 +37,7 @@ BACKBONE_RULES = (
     (r"head/w", P(VOCABULARY, None)),
 )
 ADAPTER_RULES = (
-    (r"cal/boundary_\d+/(attn_norm|mlp_norm|copy_scale)", P()),
+    (r"cal/boundary_\d+/(attn_norm|mlp_norm|copy_scale|q_norm|k_norm)", P()),
     (r"cal/boundary_\d+/w_[qkv]", P("fsdp", "tensor", None)),
     (r"cal/boundary_\d+/w_copy", P("fsdp", "tensor")),
     (r"cal/boundary_\d+/w_o", P("tensor", None, "fsdp")),

@@ -27,10 +27,12 @@ def jitted(model):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
-    ("placement", "copy"), [("late8th", False), ("every", False), ("early8th", False), ("4", False), ("late8th", True)]
+    ("placement", "changes"),
+    [("late8th", {}), ("every", {}), ("early8th", {}), ("4", {}), ("late8th", {"copy": True})]
+    + [("late8th", {"qk_norm": True, "mlp_dim": 0})],
 )
-def test_at_initialisation_logits_equal_the_backbones_bit_for_bit(placement, copy, dtype):
-    plain, adapted = tiny.model(SPEC), tiny.model(SPEC, placement, copy=copy)
+def test_at_initialisation_logits_equal_the_backbones_bit_for_bit(placement, changes, dtype):
+    plain, adapted = tiny.model(SPEC), tiny.model(SPEC, placement, **changes)
     backbone = tiny.backbone(SPEC, dtype=dtype)
     adapters = adapted.init_adapters(jax.random.key(3))
     for batch in (mixed_batch(), tiny.packed([tiny.without_system(tiny.conversations())], 40, width=0)):
@@ -51,15 +53,18 @@ def test_without_a_system_prompt_a_trained_block_changes_nothing(width, copy):
     assert np.abs(np.asarray(ungated - expected)).max() > 1e-2
 
 
-@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [({}, 9), ({"copy": True}, 11), ({"qk_norm": True, "copy": True}, 13), ({"qk_norm": True, "mlp_dim": 0}, 7)],
+)
 @pytest.mark.parametrize("keys", ["span", "all"])
-def test_every_leaf_of_a_non_zero_state_matters(keys, copy):
-    model = tiny.model(SPEC, "1,3", keys=keys, rope_theta=100.0, copy=copy)
+def test_every_leaf_of_a_non_zero_state_matters(keys, changes, count):
+    model = tiny.model(SPEC, "1,3", keys=keys, rope_theta=100.0, **changes)
     params, batch = tiny.params(model), mixed_batch()
     run = jitted(model)
     before = run(params, batch)
     leaves = trees.flatten(params["adapters"])
-    assert len(leaves) == 2 * (11 if copy else 9)
+    assert len(leaves) == 2 * count
     for path, leaf in leaves.items():
         moved = leaves | {path: leaf + (0.5 if "copy" in path else 0.05) * jax.random.normal(jax.random.key(7), leaf.shape)}
         change = np.abs(run({**params, "adapters": trees.unflatten(moved)}, batch) - before).max()
@@ -87,12 +92,16 @@ def plain_block(leaves, config, x, outputs, positions, segments, system):
         in_span = [s for s in seen if system[s]]
         keys = in_span if config.keys == "span" else seen
         q = np.einsum("d,dnh->nh", norm(x[t], p["attn_norm"]), p["w_q"])
+        if config.qk_norm:
+            q = np.array([norm(one, p["q_norm"]) for one in q])
         if config.rope_theta is not None:
             q = turned(q, positions[t], config.rope_theta)
         attended, pointed = np.zeros_like(q), np.zeros_like(x[t])
         for head in range(config.num_heads if keys else 0):
             group = head // (config.num_heads // config.num_kv_heads)
             k = [np.einsum("d,dkh->kh", norm(x[s], p["attn_norm"]), p["w_k"]) for s in keys]
+            if config.qk_norm:
+                k = [np.array([norm(one, p["k_norm"]) for one in heads]) for heads in k]
             if config.rope_theta is not None:
                 k = [turned(one, positions[s], config.rope_theta) for one, s in zip(k, keys)]
             v = [np.einsum("d,dkh->kh", norm(x[s], p["attn_norm"]), p["w_v"])[group] for s in keys]
@@ -104,9 +113,11 @@ def plain_block(leaves, config, x, outputs, positions, segments, system):
                 pointed += gate * weights / weights.sum() @ np.array([norm(outputs[s], p["copy_scale"]) for s in keys])
         size = np.sqrt((x[t] * x[t]).mean() + 1e-5)
         middle = x[t] + np.einsum("nh,nhd->d", attended, p["w_o"]) + size * pointed
-        normed = norm(middle, p["mlp_norm"])
-        gate = normed @ p["w_gate"]
-        after = middle + (gate / (1 + np.exp(-gate)) * (normed @ p["w_up"])) @ p["w_down"]
+        after = middle
+        if config.mlp_dim:
+            normed = norm(middle, p["mlp_norm"])
+            gate = normed @ p["w_gate"]
+            after = middle + (gate / (1 + np.exp(-gate)) * (normed @ p["w_up"])) @ p["w_down"]
         out[t] = x[t] if config.gate_mlp_by_span and not in_span else after
     return out
 
@@ -114,7 +125,7 @@ def plain_block(leaves, config, x, outputs, positions, segments, system):
 @pytest.mark.parametrize(
     "changes",
     [{}, {"keys": "all"}, {"gate_mlp_by_span": False}, {"rope_theta": 100.0}, {"keys": "all", "gate_mlp_by_span": False}]
-    + [{"copy": True}, {"copy": True, "keys": "all"}],
+    + [{"copy": True}, {"copy": True, "keys": "all"}, {"qk_norm": True, "rope_theta": 100.0}, {"mlp_dim": 0}],
 )
 def test_a_block_equals_its_equations_written_as_a_plain_loop(changes):
     """The mask rule for spans at the start, in the middle, none, several, and for packed segments."""
@@ -251,7 +262,7 @@ def test_default_mlp_dim():
     ("changes", "message"),
     [
         ({"keys": "none"}, "cal.keys_from: 'none' is not known"),
-        ({"mlp_dim": 0}, "cal.mlp_dim: 0 leaves no mlp"),
+        ({"mlp_dim": -1}, "cal.mlp_dim: an mlp cannot be -1 wide"),
         ({"head_dim": 7, "rope_theta": 1e4}, "cal.rope: the head width 7 is odd"),
     ],
 )

@@ -23,6 +23,7 @@ import numpy as np
 from calyrex_jax.core.errors import UserError
 
 Messages = Sequence[Mapping[str, str]]
+Pair = tuple[Messages, Messages]  # two conversations that begin alike
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Reader(Protocol):
 
 
 class Ask(Protocol):
-    """The one model under test. Both methods batch by length and yield (index, result) as soon as a batch is done."""
+    """The one model under test. All methods batch by length and yield (index, result) as soon as a batch is done."""
 
     batch_size: int
 
@@ -103,6 +104,9 @@ class Ask(Protocol):
 
     def score(self, conversations: Sequence[Messages]) -> Iterator[tuple[int, Scored]]:
         """Log-probabilities of whole conversations."""
+
+    def prefer(self, pairs: Sequence[Pair]) -> Iterator[tuple[int, tuple[float, float]]]:
+        """Log-probabilities of the first tokens in which the two conversations of each pair differ, after what they share."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,27 @@ class AskOnce(Task, Protocol):
 
     def judge(self, item: Item, reply: str) -> tuple[Score, ...]:
         """The scores of one reply."""
+
+
+class AskPair(Task, Protocol):
+    """A task that asks which of two replies to an item a model prefers; models that share layers read a prompt once."""
+
+    def pair(self, item: Item) -> Pair:
+        """The item's conversation with either reply."""
+
+    def prefers(self, item: Item, first: float, second: float) -> tuple[Score, ...]:
+        """The scores of two log-probabilities, as `Ask.prefer` gives them."""
+
+
+def preferred(task: AskPair, ask: Ask, items: Sequence[Item]) -> Iterator[Verdict]:
+    """The run of a task that asks for preferences."""
+    for index, logprobs in ask.prefer([task.pair(item) for item in items]):
+        yield verdict_on_pair(task, items[index], logprobs)
+
+
+def verdict_on_pair(task: AskPair, item: Item, logprobs: tuple[float, float]) -> Verdict:
+    """What a task makes of one preference."""
+    return Verdict(item.id, task.prefers(item, *logprobs), {"logprobs": list(logprobs)})
 
 
 def judged(task: AskOnce, ask: Ask, items: Sequence[Item]) -> Iterator[Verdict]:

@@ -13,6 +13,7 @@ from calyrex_jax.evals.tasks.api import Ask, Curve, Item, Reader, Score, Verdict
 from calyrex_jax.evals.tasks.rules import as_item
 
 LONGEST = 32_000
+FAR = 1000  # tokens
 CELLS = ("seen_words", "unseen_words", "seen_styles", "unseen_phrasings", "unseen_words_and_phrasings")
 
 
@@ -20,7 +21,8 @@ CELLS = ("seen_words", "unseen_words", "seen_styles", "unseen_phrasings", "unsee
 class LongContextTask:
     """lengths: tokens between the system prompt and the question; filler: "turns" of plain chat, or one "passage".
 
-    limit  held-out items to use, each at every length
+    limit      held-out items to use, each at every length
+    far_limit  those to use beyond FAR tokens, which take so much longer; 0: as many
     """
 
     lengths: tuple[int, ...] = (0, 500, 2000)
@@ -28,6 +30,7 @@ class LongContextTask:
     limit: int = 0
     seed: int = 0
     new_tokens: int = 48
+    far_limit: int = 0
     name = "long_context"
     headline = "adherence"
 
@@ -47,30 +50,13 @@ class LongContextTask:
         """Every base item at every length."""
         base = [item for item in rules.evaluation_set() if item.cell in CELLS and item.variant == "plain"]
 
-        @functools.cache  # the same turns and sentences stand in many items
-        def length(*texts: str) -> int:
-            roles = ("user", "assistant") * len(texts)
-            messages = [{"role": role, "content": text} for role, text in zip(roles, texts)]
-            return reader.length(messages, for_generation=False)
-
-        found = [self._item(item, tokens, length) for item in thinned(base, self.limit) for tokens in self.lengths]
+        length = counter(reader)
+        near, far = thinned(base, self.limit), thinned(base, self.far_limit or self.limit)
+        chosen = [(item, n) for item in near for n in self.lengths if n <= FAR or not self.far_limit]
+        chosen += [(item, n) for item in far for n in self.lengths if n > FAR and self.far_limit]
+        found = [at_distance(item, tokens, self.filler, self.seed, length) for item, tokens in chosen]
         check_positions(reader, found, self.new_tokens, "eval task long_context (config.eval.context_lengths)")
         return found
-
-    def _item(self, base: rules.Item, tokens: int, length: Callable[..., int]) -> Item:
-        plain = as_item(base)
-        rng = random.Random(f"long context {self.seed} {base.id}")  # longer fillings begin as the shorter ones do
-        system, *rest = plain.messages
-        if self.filler == "turns":
-            between = ordinary.turns(tokens, rng, length) if tokens else []
-            messages = [system, *between, *rest]
-        else:
-            shell = length("")
-            text = ordinary.passage(tokens, rng, lambda sentence: length(sentence) - shell)
-            question = {"role": "user", "content": f"{text}\n\n{rest[-1]['content']}".strip()}
-            messages = [system, *rest[:-1], question]
-        detail = {**plain.detail, "distance": tokens}
-        return Item(f"{tokens}/{base.id}", tuple(messages), detail, judge=base)
 
     def run(self, ask: Ask, items: Sequence[Item]) -> Iterator[Verdict]:
         """One reply an item."""
@@ -98,6 +84,35 @@ class LongContextTask:
             if len(points) > 1:
                 found.append(Curve(title, "tokens between system prompt and question", points))
         return found
+
+
+def counter(reader: Reader) -> Callable[..., int]:
+    """Tokens of texts as turns of user and assistant; remembered, for the same ones stand in many items."""
+
+    @functools.cache
+    def length(*texts: str) -> int:
+        roles = ("user", "assistant") * len(texts)
+        messages = [{"role": role, "content": text} for role, text in zip(roles, texts)]
+        return reader.length(messages, for_generation=False)
+
+    return length
+
+
+def at_distance(base: rules.Item, tokens: int, filler: str, seed: int, length: Callable[..., int]) -> Item:
+    """A held-out item with so many tokens between its system prompt and its question."""
+    plain = as_item(base)
+    rng = random.Random(f"long context {seed} {base.id}")  # longer fillings begin as the shorter ones do
+    system, *rest = plain.messages
+    if filler == "turns":
+        between = ordinary.turns(tokens, rng, length) if tokens else []
+        messages = [system, *between, *rest]
+    else:
+        shell = length("")
+        text = ordinary.passage(tokens, rng, lambda sentence: length(sentence) - shell)
+        question = {"role": "user", "content": f"{text}\n\n{rest[-1]['content']}".strip()}
+        messages = [system, *rest[:-1], question]
+    detail = {**plain.detail, "distance": tokens}
+    return Item(f"{tokens}/{base.id}", tuple(messages), detail, judge=base)
 
 
 def place(rule: str) -> str:

@@ -11,6 +11,8 @@ from calyrex_jax.core.errors import UserError
 from calyrex_jax.data import rules, sources
 from calyrex_jax.evals.tasks.api import Ask, Curve, Item, Reader, Score, Scored, Verdict, check_positions, thinned
 
+_SEED, _COUNT = -1, 400  # of validation
+
 
 @dataclass(frozen=True)
 class PerplexityTask:
@@ -30,25 +32,44 @@ class PerplexityTask:
         if self.path:
             given = sources.load_conversations(self.path)
         else:
-            given = [(f"plain_chats:{number}", chat) for number, chat in enumerate(rules.plain_chats())]
+            given = [(f"{self.name}:{number}", chat) for number, chat in enumerate(self.embedded())]
         for where, chat in given:
             if chat["messages"][-1]["role"] != "assistant" or not chat["messages"][-1]["content"].strip():
                 raise UserError(f"{where}: the last message is no reply; perplexity needs one to predict")
         found = [Item(str(number), tuple(chat["messages"])) for number, (_, chat) in enumerate(given)]
         found = thinned(found, self.limit)
-        check_positions(reader, found, 0, f"eval task perplexity, {self.path or 'plain chats'}")
+        check_positions(reader, found, 0, f"eval task {self.name}, {self.path or 'embedded conversations'}")
         return found
+
+    def embedded(self) -> list[dict]:
+        """The conversations where no file is given."""
+        return rules.plain_chats()
 
     def run(self, ask: Ask, items: Sequence[Item]) -> Iterator[Verdict]:
         """Scores whole conversations."""
         for index, scored in ask.score([item.messages for item in items]):
             total, count = reply_logprob(scored)
-            verdict = (Score("perplexity", total, count, "perplexity"),)
+            verdict = (Score(self.headline, total, count, "perplexity"),)
             yield Verdict(items[index].id, verdict, {"logprob": total, "tokens": count})
 
     def curves(self, cells: Iterable[str]) -> list[Curve]:
         """None."""
         return []
+
+
+@dataclass(frozen=True)
+class ValidationTask(PerplexityTask):
+    """path: as of PerplexityTask; "" conversations of the embedded corpus that no run is trained on, and no task asks."""
+
+    name = "validation"
+    about = (
+        "Perplexity of the replies of fresh conversations, made as the training ones are: what learning rates are chosen by."
+    )
+
+    def embedded(self) -> list[dict]:
+        """Conversations with a rule, drawn from a seed that training cannot have."""
+        drawn = rules.training_set(_SEED, _COUNT)
+        return [{"messages": chat["messages"]} for chat in drawn if chat["rule"] != "none"]
 
 
 def reply_logprob(scored: Scored) -> tuple[float, int]:
