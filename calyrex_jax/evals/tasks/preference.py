@@ -22,7 +22,7 @@ from calyrex_jax.evals.tasks.long_context import CELLS, place
 KINDS = ("drop", "replace")
 PLACES = ("begin", "end")
 LIMIT = 200  # base items of either sort where the limit is 0
-_DRAWS = 6  # of the corpus's held-out items, so that there are enough
+_DRAWS = 8  # of the corpus's held-out items, so that there are enough
 
 
 @dataclass(frozen=True)
