@@ -90,12 +90,12 @@ def sweep(config: ConfigDict, arms: Sequence[Arm], directory: Path) -> dict[str,
     places = {trial.name: evaluate.Place(trial.directory, trial.config.train.steps) for trial in todo}
     show = Metrics(directory / "sweep")
     try:
-        found = evaluate.measured(config, tasks, directory / "sweep", places, show, StopSignal()).figures["validation"]
+        found = evaluate.measured(config, tasks, directory / "sweep", places, show, StopSignal())["validation"]
     finally:
         show.close()
     rates = {}
     for name, by_rate in tried.items():
-        figures = {rate: found[trial.name][tasks[0].headline] for rate, trial in by_rate.items()}
+        figures = {rate: study.cells(found[trial.name].values())[tasks[0].headline] for rate, trial in by_rate.items()}
         best = min(figures, key=lambda rate: figures[rate].value)
         edge = len(figures) > 1 and best in (min(figures), max(figures))
         rates[name] = {"chosen": best, "perplexity": {f"{rate:g}": f.as_dict() for rate, f in figures.items()}, "edge": edge}
@@ -142,7 +142,7 @@ def evaluated(
     drawn = curve_tasks(config, tasks) if along else []
     for part, places in ((drawn, ends | along), ([task for task in tasks if task not in drawn], ends)):
         if part:
-            found |= evaluate.measured(config, part, directory, places, show, stop).verdicts
+            found |= evaluate.measured(config, part, directory, places, show, stop)
     return {task.name: found[task.name] for task in tasks}
 
 

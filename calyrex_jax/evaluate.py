@@ -52,12 +52,13 @@ def evaluate(config: ConfigDict, workdir: str) -> int:
     directory = prepare_workdir(workdir)
     stop, show = StopSignal(), Metrics(directory)
     try:
-        found = measured(config, tasks, directory, parse_compare(config.eval.compare), show, stop)
+        verdicts = measured(config, tasks, directory, parse_compare(config.eval.compare), show, stop)
     except Interrupted as signalled:
         print("interrupted: every verdict so far is kept; the same command goes on from there", file=sys.stderr, flush=True)
         return signalled.args[0]
     finally:
         show.close()
+    found = study.every_pair(verdicts, config.eval.seed)
     write_json(directory / "report.json", kept_report(directory / "report.json") | summary.as_json(found, tasks))
     print(summary.as_report(found, tasks, directory), flush=True)
     names = ", ".join(task.name for task in tasks)
@@ -67,8 +68,8 @@ def evaluate(config: ConfigDict, workdir: str) -> int:
 
 def measured(
     config: ConfigDict, tasks: Sequence[Task], directory: Path, places: dict[str, Place], show: Metrics, stop: StopSignal
-) -> study.Findings:
-    """The tasks for the run's own adapters, those of `places` by name, and the frozen backbone."""
+) -> dict[str, dict[str, study.Verdicts]]:
+    """Verdicts of the tasks, {task: {model: …}}, for the run's own adapters, those of `places` by name, and the frozen backbone."""
     run = build.open_run(config)
     others = compared_runs(run, places)
     judges = {s.path: saved_run(run, s.path, f"config.eval.scorer: svgt:{s.path}") for s in value_scorers(tasks)}
@@ -78,7 +79,7 @@ def measured(
     subjects = make_subjects(run, directory, others, reader, backbone)
     tasks = with_judges(tasks, judges, reader, backbone)
     write_json(directory / "config.json", as_dict(config))
-    return study.run(tasks, items, subjects, directory / "eval", show, stop.check, config.eval.seed)
+    return study.collect(tasks, items, subjects, directory / "eval", show, stop.check)
 
 
 def task_settings(config: ConfigDict) -> registry.Settings:

@@ -60,12 +60,29 @@ def run(
     check: Callable[[], None] = lambda: None,
     seed: int = 0,
 ) -> Findings:
+    """`collect`, and the figures and all differences of what it gives."""
+    return every_pair(collect(tasks, items, subjects, directory, show, check), seed)
+
+
+def collect(
+    tasks: Sequence[Task],
+    items: Mapping[str, Sequence[Item]],
+    subjects: Sequence[Subject],
+    directory: Path,
+    show: Metrics,
+    check: Callable[[], None] = lambda: None,
+) -> dict[str, dict[str, Verdicts]]:
     """All tasks for all subjects. Verdicts are in DIR/TASK.MODEL.jsonl; those of an earlier run are kept where they hold.
 
     check  called after every batch; may raise to stop, and nothing that was written is lost
     """
-    found = {task.name: _verdicts(task, items[task.name], subjects, directory, show, check) for task in tasks}
-    return findings(found, [(b.name, a.name) for b, a in combinations(subjects, 2)], seed)
+    return {task.name: _verdicts(task, items[task.name], subjects, directory, show, check) for task in tasks}
+
+
+def every_pair(verdicts: dict[str, dict[str, Verdicts]], seed: int = 0) -> Findings:
+    """Figures of all verdicts, and the differences of all pairs of models."""
+    names = list(next(iter(verdicts.values())))
+    return findings(verdicts, [(b, a) for b, a in combinations(names, 2)], seed)
 
 
 def findings(verdicts: dict[str, dict[str, Verdicts]], pairs: Sequence[tuple[str, str]], seed: int = 0) -> Findings:
