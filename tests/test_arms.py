@@ -144,14 +144,16 @@ def test_a_curve_comes_from_one_run_and_the_sweep_from_its_beginning(place, caps
     report = json.loads((work / "report.json").read_text())
     rows = {row["name"]: row for row in report["ablation"]}
     assert {name: row["steps"] for name, row in rows.items()} == {"cal": 3, "all": 2}
-    assert list(report["models"]) == ["cal", "all", "cal@1", "cal@2", "all@1", "frozen"]
-    assert list(report["compare"])[:2] == ["all - cal@2", "all@1 - cal@1"], "at equal steps"
+    assert list(report["models"]) == ["cal", "all", "frozen", "cal@1", "cal@2", "all@1"]
+    assert list(report["compare"])[:1] == ["all - cal"] and "all - cal@2" in report["compare"], (
+        "at equal steps where it can be"
+    )
     assert set(report["models"]["cal@1"]) == {"perplexity"}, "the curve's tasks alone"
     assert set(report["models"]["cal"]) == {"preference", "perplexity"}
     tried = report["rates"]["cal"]
     best = min(tried["perplexity"], key=lambda rate: tried["perplexity"][rate]["value"])
     assert set(report["rates"]) == {"cal"} and tried["edge"] is True
-    assert tried["chosen"] == float(best) == rows["cal"]["learning_rate"] != rows["all"]["learning_rate"]
+    assert tried["chosen"] == float(best) == rows["cal"]["learning_rate"]
     # the run goes on from its trial, with one checkpoint a mark
     assert sorted(path.name for path in (work / "cal_s0" / "checkpoints").iterdir()) == ["1", "2", "3"]
     assert tiny_runs.losses(work / "cal_s0")[:2] == tiny_runs.losses(work / "sweep" / f"cal_lr{tried['chosen']:g}")
@@ -179,7 +181,8 @@ def test_a_curve_comes_from_one_run_and_the_sweep_from_its_beginning(place, caps
     capsys.readouterr()
     assert ablate.ablate(config, str(work)) == 0
     assert capsys.readouterr().err.count("finished earlier") == 4
-    assert json.loads((work / "report.json").read_text())["ablation"] == report["ablation"]
+    again = json.loads((work / "report.json").read_text())["ablation"]
+    assert [row | {"wall_seconds": 0} for row in again] == [row | {"wall_seconds": 0} for row in report["ablation"]]
 
 
 def test_a_checkpoint_that_is_gone_is_named(place, tmp_path):

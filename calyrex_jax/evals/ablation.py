@@ -96,7 +96,7 @@ def pooled(
         pairs: dict[str, dict[str, Figure]] = {}
         for m, step, name in judged:
             other = main[0] if main and m.name != reference else None
-            theirs = None if other is None else _step_of(other, step, m)
+            theirs = None if other is None else _step_of(other, step, m, found)
             if other is not None and theirs is not None and (shared := [s for s in m.runs if s in other.runs]):
                 label = f"{name} - {other.models()[theirs]}"
                 pairs[label] = study.compared(runs(other, theirs, shared), runs(m, step, shared), seed)
@@ -106,9 +106,9 @@ def pooled(
     return study.Findings(figures, differences, {task: {} for task in verdicts})
 
 
-def _step_of(other: Method, step: int, method: Method) -> int | None:
-    """The step of `other` that a method's state is compared with: an equal one; at its end else the other's end."""
-    if step in other.models():
+def _step_of(other: Method, step: int, method: Method, found: Mapping[str, study.Verdicts]) -> int | None:
+    """The step of `other` that a method's state is compared with: an equal one that was judged; at its end else the end."""
+    if step in other.models() and other.run_at(min(other.runs), step) in found:
         return step
     return other.steps if step == method.steps else None
 

@@ -67,9 +67,9 @@ def test_seeds_are_pooled_and_differences_taken_over_shared_ones():
 
 def test_a_task_without_curves_has_the_ends_alone():
     ends = {name: v for name, v in FOUND["shout"].items() if "@" not in name}
-    found = ablation.pooled({"shout": ends}, [CAL, MLP], "cal", 0)
-    assert list(found.figures["shout"]) == ["cal", "mlp", "frozen"]
-    assert list(found.differences["shout"]) == ["mlp - cal", "cal - frozen"]
+    found = ablation.pooled({"shout": ends}, [CAL, MLP, SHORT], "cal", 0)
+    assert list(found.figures["shout"]) == ["cal", "mlp", "short", "frozen"]
+    assert list(found.differences["shout"]) == ["mlp - cal", "short - cal", "cal - frozen"]
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_preferences_are_those_of_scoring_both_replies(tmp_path):
     run = build.open_run(config)
     backbone = build.load_weights(run)
     reader = ChatReader(run.tokenizer, run.policy, 4096)
-    items = PreferenceTask(lengths=(0, 300), shots=(2,), limit=1).items(reader)
+    items = PreferenceTask(lengths=(0,), shots=(1,), limit=1).items(reader)
     pairs = [PreferenceTask().pair(item) for item in items]
 
     def ask(seed):
