@@ -129,7 +129,8 @@ def _set(config: ConfigDict, change: str, where: str) -> None:
         group = group[part] if isinstance(group, ConfigDict) and part in group else None
     if not equals or not isinstance(group, ConfigDict) or name not in group or isinstance(group[name], ConfigDict):
         raise UserError(f"{where}: {change!r} is not understood; write FIELD=VALUE with a field of calyrex_jax/config.py")
-    if groups[0] in SHARED or (groups[0] == "ablate" and field not in OWN) or field == "train.seed":
+    top = groups[0] if groups else ""  # a field outside any group is the program's
+    if top in ("", *SHARED) or (top == "ablate" and field not in OWN) or field == "train.seed":
         raise UserError(f"{where}: {field} is the same for all arms; set --config.{field}")
     kind = type(group[name])
     try:

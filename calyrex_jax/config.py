@@ -89,6 +89,27 @@ def default_config() -> ConfigDict:
     config.generate.seed = 0
     config.generate.batch_size = 8
 
+    _evaluation_fields(config)
+
+    config.plan = ConfigDict()
+    config.plan.topology = ""  # --mode=plan: a TPU slice such as v5e:4x4 (none is needed), cpu:8, or "": this machine
+    config.plan.what = "train"  # programs to compile: train, prefill, decode, joined by commas, or all
+    config.plan.span = 256  # tokens of system text a row
+    config.plan.prefill_batch = 2
+    config.plan.prefill_length = 32768  # tokens a prompt
+    config.plan.decode_batch = 8
+    config.plan.decode_context = 8192  # tokens a row in the cache
+    config.plan.suggest = True  # where something does not fit: look for the smallest change that does, by compiling it
+
+    config.mesh = ConfigDict()
+    config.mesh.data = -1
+    config.mesh.fsdp = 1
+    config.mesh.tensor = 1
+    return config
+
+
+def _evaluation_fields(config: ConfigDict) -> None:
+    """What eval, ablate and analyze do."""
     config.eval = ConfigDict()
     config.eval.after_training = ""  # "rules": evaluate frozen and adapted model on the embedded corpus' held-out items
     config.eval.tasks = "rules"  # --mode=eval: a comma list; evals/tasks/registry.py has them all
@@ -135,22 +156,6 @@ def default_config() -> ConfigDict:
     config.analyze.batch_size = 16  # conversations at once
     config.analyze.distances = "0,200,800"  # tokens between system prompt and question, for CAL's attention maps
     config.analyze.attention_pairs = 8  # conversations at each of these distances
-
-    config.plan = ConfigDict()
-    config.plan.topology = ""  # --mode=plan: a TPU slice such as v5e:4x4 (none is needed), cpu:8, or "": this machine
-    config.plan.what = "train"  # programs to compile: train, prefill, decode, joined by commas, or all
-    config.plan.span = 256  # tokens of system text a row
-    config.plan.prefill_batch = 2
-    config.plan.prefill_length = 32768  # tokens a prompt
-    config.plan.decode_batch = 8
-    config.plan.decode_context = 8192  # tokens a row in the cache
-    config.plan.suggest = True  # where something does not fit: look for the smallest change that does, by compiling it
-
-    config.mesh = ConfigDict()
-    config.mesh.data = -1
-    config.mesh.fsdp = 1
-    config.mesh.tensor = 1
-    return config
 
 
 def _adapter_fields(config: ConfigDict) -> None:

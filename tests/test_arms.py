@@ -74,6 +74,7 @@ def test_only_what_has_a_frozen_prefix_keeps_it(tmp_path):
         ("cal: cal.rope=2", r"cal: cal\.rope='2', expected bool"),
         ("cal: cal.init=zero", r"cal: config\.cal\.init is 'zero'"),
         ("cal: backbone.dtype=bfloat16", r"cal: backbone\.dtype is the same for all arms; set --config\.backbone\.dtype"),
+        ("cal: attention=xla", r"cal: attention is the same for all arms"),
         ("cal: train.seed=4", r"train\.seed is the same for all arms"),
         ("cal: ablate.match=width", r"ablate\.match is the same for all arms"),
         ("cal: ablate.rates=0", r"config\.ablate\.rates is '0', expected learning rates"),
