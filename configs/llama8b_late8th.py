@@ -6,9 +6,9 @@ Hardware: written for 16 TPU chips (v5e-16); the weights are sharded over config
 
 Planned, by compiling for TPU v5e (`--mode=plan`, the compiler's own peak of the 15.75 GiB a chip):
 
-    16 chips, batch 16          4.36 GiB
-    4 chips, int8, batch 4      5.97 GiB    --config.plan.topology=v5e:2x2 --config.backbone.quantize=int8 --config.mesh.fsdp=4
-                                            --config.train.batch_size=4
+    16 chips, batch 16          2.93 GiB
+    4 chips, int8, batch 4      5.97 GiB    --config.attention=xla --config.plan.topology=v5e:2x2 --config.backbone.quantize=int8
+                                            --config.mesh.fsdp=4 --config.train.batch_size=4
     1 chip, 4 bits, batch 2     configs/llama8b_late8th_v5e1_4bit.py
 
 335,585,280 parameters are trained. At 197 TFLOP/s a chip, four chips can reach 38,000 tokens a second at best.

@@ -4,7 +4,7 @@
 
 Hardware: one GPU or TPU chip with 16 GB or more; set config.mesh for several.
 
-Planned, by compiling for one TPU v5e chip (`--mode=plan`): 12.82 of its 15.75 GiB; 45,235,200 parameters are trained, and at
+Planned, by compiling for one TPU v5e chip (`--mode=plan`): 8.90 of its 15.75 GiB; 45,235,200 parameters are trained, and at
 197 TFLOP/s the chip can reach 43,900 tokens a second at best.
 """
 
