@@ -13,7 +13,8 @@ from tests.launch.stubs import ROOT
 
 pytestmark = pytest.mark.slow
 
-# Python for the launcher: process 1 gets a signal after its third step; steps are slow from then on, as real ones are.
+# Python for the launcher: process 1 gets a signal after its third step, once $AWAITED is there; steps are slow from then on, as
+# real ones are.
 SIGNALLED = """#!/usr/bin/env bash
 [ "$1" = -m ] || exec "$REAL" "$@"
 shift 2
@@ -24,6 +25,8 @@ log = metrics.Metrics.log
 def logged(self, at, values):
     log(self, at, values)
     if at == 3 and os.environ["JAX_PROCESS_ID"] == "1":
+        while not os.path.exists(os.environ.get("AWAITED", "/")):
+            time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGNAL)
     if at >= 3:
         time.sleep(0.5)
@@ -87,13 +90,13 @@ def test_a_process_that_dies_stops_the_other_and_four_go_on(place, compiled, exp
     config = tiny_runs.make_config(place / "model", place / "chats.jsonl", train__steps=12, train__save_every=2)
     limits = {"CALYREX_HEARTBEAT_SECONDS": "10", "GRACE": "60", "TMPDIR": str(tmp_path)}
     python = python_with("SIGKILL", tmp_path / "python")
-    died = processes(2, tiny_runs.arguments(config, tmp_path / "run"), python, compiled | limits)
+    saved = {"AWAITED": str(tmp_path / "run/checkpoints/2")}  # saving goes on beside the steps
+    died = processes(2, tiny_runs.arguments(config, tmp_path / "run"), python, compiled | limits | saved)
     assert died.returncode == 128 + 9, died.stderr
     assert "process 1 ended with status 137" in died.stderr
     assert "error: another process of this run is gone" in died.stderr and "Traceback" not in died.stderr
-    assert (
-        "Killed" not in died.stderr.partition("process 1 ended")[2]
-    )  # process 0 ended by itself, before the launcher's limit
+    # process 0 ended by itself, before the launcher's limit
+    assert "Killed" not in died.stderr.partition("process 1 ended")[2]
 
     four = processes(4, tiny_runs.arguments(config, tmp_path / "run"), sys.executable, compiled | limits)
     assert four.returncode == 0, four.stderr
